@@ -10,9 +10,9 @@ salad. The outer layers turn tokens into meaning and back; the middle ones are t
 Both are cached: a second call returns at once. ``python recipes/prepare_smollm2.py [models directory]``.
 """
 
+import fcntl
 import importlib.util
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -42,17 +42,22 @@ def student_path(models_dir: Path | str = "models") -> Path:
 
 
 def _made_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Written under another name and renamed when whole, so a killed preparation is never taken for a checkpoint."""
+    """Written under another name and renamed when whole, so a killed preparation is never taken for a checkpoint.
+
+    A lock lets a second preparation of the same checkpoint wait for the first instead of mixing with it.
+    """
     if target.exists():
         return target
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        write(partial)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    log.info("made %s", target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.partial")
+    with target.with_name(f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write(partial)
+            partial.rename(target)
+            log.info("made %s", target)
     return target
 
 
