@@ -1,0 +1,163 @@
+"""How busy the stages of a run were, and how much they overlapped, by an exact sweep over the spans' end points."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncopd.tracking.keys import STAGES
+from asyncopd.tracking.trace import RUN, RUN_END, Instant, Span, Trace, stage_of
+
+Interval = tuple[int, int]
+"""Start and end in nanoseconds since the epoch; the end is not part of it."""
+
+THROUGHPUT_SPAN = {"rollout": "decode", "teacher": "score", "learner": "step"}
+"""The span whose tokens are the stage's output; tokens of other spans (an evaluation, say) are not throughput."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageActivity:
+    """Activity of the stages over a stretch of wall time.
+
+    wall_s         length of the stretch, seconds
+    busy           share of it that each stage worked, 0 to 1; the mean over its processes where it has several
+    tokens_per_s   response tokens that each stage finished per second of wall time; a span that reaches over the edge
+                   counts in proportion
+    overlap        share of it in which at least two stages worked
+    """
+
+    wall_s: float
+    busy: Mapping[str, float]
+    tokens_per_s: Mapping[str, float]
+    overlap: float
+
+
+def measure(spans: Iterable[Span], windows: Sequence[Interval]) -> StageActivity:
+    """Activity within the windows taken together. A window of no length gives zeros."""
+    windows = union(windows)
+    wall_ns = length(windows)
+    spans = [span for span in spans if any(span.start_ns < end and span.end_ns >= start for start, end in windows)]
+    if wall_ns == 0:
+        nothing = dict.fromkeys(STAGES, 0.0)
+        return StageActivity(wall_s=0.0, busy=nothing, tokens_per_s=nothing, overlap=0.0)
+    work = {process: intersect(work, windows) for process, work in work_by_process(spans).items()}
+    busy: dict[str, float] = {}
+    by_stage: list[list[Interval]] = []
+    for stage in STAGES:
+        members = [intervals for process, intervals in work.items() if stage_of(process) == stage]
+        busy[stage] = sum(map(length, members)) / wall_ns / len(members) if members else 0.0
+        by_stage.append(union(interval for member in members for interval in member))
+    return StageActivity(
+        wall_s=wall_ns / 1e9,
+        busy=busy,
+        tokens_per_s={stage: _tokens(stage, spans, windows) / (wall_ns / 1e9) for stage in STAGES},
+        overlap=length(covered_at_least(2, by_stage)) / wall_ns,
+    )
+
+
+def run_windows(trace: Trace) -> list[Interval]:
+    """The stretches of wall time in which the pipeline flowed, one for each start or resume.
+
+    Each begins at a "run" instant of the learner and ends at its "run_end" instant, or at the last thing the learner
+    traced before the next "run"; so the time between a kill and the resume is not counted. Without any "run" instant
+    it is all of the trace.
+    """
+    marks = sorted(
+        (instant for instant in trace.instants if stage_of(instant.process) == "learner"), key=lambda mark: mark.time_ns
+    )
+    starts = [mark.time_ns for mark in marks if mark.name == RUN]
+    if not starts:
+        times = [time for span in trace.spans for time in (span.start_ns, span.end_ns)]
+        return [(min(times), max(times))] if times else []
+    windows = []
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        end = _end_of_window(trace.spans, marks, start, following)
+        windows.append((start, end))
+    return windows
+
+
+def work_by_process(spans: Iterable[Span]) -> dict[str, list[Interval]]:
+    """For each process the intervals in which some thread of it worked.
+
+    A "wait" span takes its time out of the work around it, in its own thread only.
+    """
+    work: dict[tuple[str, str], list[Interval]] = {}
+    waits: dict[tuple[str, str], list[Interval]] = {}
+    for span in spans:
+        kind = waits if span.is_wait else work
+        kind.setdefault((span.process, span.thread), []).append((span.start_ns, span.end_ns))
+        work.setdefault((span.process, span.thread), [])
+    by_process: dict[str, list[Interval]] = {}
+    for (process, thread), intervals in work.items():
+        active = subtract(union(intervals), union(waits.get((process, thread), [])))
+        by_process.setdefault(process, []).extend(active)
+    return {process: union(intervals) for process, intervals in by_process.items()}
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals in order; empty ones vanish."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The points in both; each argument disjoint in itself."""
+    return covered_at_least(2, [first, second])
+
+
+def subtract(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The points of the first that are not in the second; each argument disjoint in itself."""
+    if not first or not second:
+        return list(first)
+    low = min(first[0][0], second[0][0])
+    high = max(first[-1][1], second[-1][1])
+    edges = [low, *(edge for interval in second for edge in interval), high]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    return intersect(first, union(gaps))
+
+
+def covered_at_least(depth: int, layers: Sequence[Sequence[Interval]]) -> list[Interval]:
+    """The points that lie in at least `depth` of the layers, as disjoint intervals; each layer disjoint in itself."""
+    changes = sorted(
+        change for layer in layers for start, end in layer if end > start for change in ((start, 1), (end, -1))
+    )
+    covered: list[Interval] = []
+    level, since = 0, 0
+    for time, change in changes:
+        before, level = level, level + change
+        if before < depth <= level:
+            since = time
+        elif level < depth <= before and time > since:
+            covered.append((since, time))
+    return union(covered)
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Total length of disjoint intervals, nanoseconds."""
+    return sum(end - start for start, end in intervals)
+
+
+def _tokens(stage: str, spans: Sequence[Span], windows: Sequence[Interval]) -> float:
+    total = 0.0
+    for span in spans:
+        tokens = span.numbers.get("tokens", 0.0)
+        if span.stage != stage or span.name != THROUGHPUT_SPAN[stage] or not tokens:
+            continue
+        whole = span.end_ns - span.start_ns
+        inside = length(intersect([(span.start_ns, span.end_ns)], windows))
+        total += tokens * (inside / whole if whole else 1.0)
+    return total
+
+
+def _end_of_window(spans: Sequence[Span], marks: Sequence[Instant], start: int, following: int | None) -> int:
+    def belongs(time: int) -> bool:
+        return time >= start and (following is None or time < following)
+
+    for mark in marks:
+        if mark.name == RUN_END and belongs(mark.time_ns):
+            return mark.time_ns
+    learner = [span.end_ns for span in spans if span.stage == "learner" and belongs(span.end_ns)]
+    return max([start, *learner, *(mark.time_ns for mark in marks if belongs(mark.time_ns))])

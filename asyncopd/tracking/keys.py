@@ -1,0 +1,53 @@
+"""Every metric name that the tracking code reads, in one place.
+
+A row of `metrics.jsonl` is `{"policy_version": int, "time": unix seconds, "<name>": number, ...}`. Names are joined
+with "/"; a nested mapping given to `log` is flattened the same way, so `{"queue": {"SCORED": 4}}` is "queue/SCORED".
+Other names may be logged freely: they are kept and sent to every tracker, only not drawn.
+
+Per optimizer step, at the version that the step produced:
+    loss                             what was minimised (nats per token for a divergence)
+    kl/reverse, kl/forward           estimated divergence to the teacher on the training batch, nats per token
+    grad_norm, lr                    gradient norm before clipping; learning rate
+    tokens, step_s, wait_s           response tokens trained; seconds in the step; seconds waiting for its batch
+    logprob_gap_on_policy            mean |log p - log b| over tokens of staleness 0, nats; absent when there are none
+    staleness/mean, staleness/max    of the samples trained in this step (a sample is as old as its oldest token)
+    staleness/<where>/<age>          number of samples of that age in optimizer steps; where: in_flight (being rolled
+                                     out), in_queue (rolled out, not yet trained), training (trained in this step)
+    queue/<STATE>                    samples in each live state of the ledger, after the step
+    objective/<name>                 anything that the objective reports, also by age: objective/<name>/staleness_<age>
+Per evaluation:
+    held_out/reverse_kl/mean, .../ci95     nats per token on fresh answers to held-out prompts; half-width of the 95%
+    held_out/forward_kl/mean, .../ci95     interval
+    held_out/mean_length/mean, .../ci95    tokens per answer
+    held_out/eos_share                     share of the answers that ended with EOS, 0 to 1
+"""
+
+LOSS = "loss"
+REVERSE_KL = "kl/reverse"
+FORWARD_KL = "kl/forward"
+GRAD_NORM = "grad_norm"
+LEARNING_RATE = "lr"
+TOKENS = "tokens"
+STEP_SECONDS = "step_s"
+WAIT_SECONDS = "wait_s"
+LOGPROB_GAP = "logprob_gap_on_policy"
+
+STALENESS_MEAN = "staleness/mean"
+STALENESS_MAX = "staleness/max"
+STALENESS_PLACES = ("in_flight", "in_queue", "training")
+
+QUEUE = "queue"
+LIVE_STATES = ("PENDING", "ROLLING", "ROLLED", "SCORING", "SCORED", "LEASED")
+
+HELD_OUT = "held_out"
+HELD_OUT_REVERSE_KL = "held_out/reverse_kl"
+HELD_OUT_FORWARD_KL = "held_out/forward_kl"
+HELD_OUT_LENGTH = "held_out/mean_length"
+HELD_OUT_EOS = "held_out/eos_share"
+
+STAGES = ("rollout", "teacher", "learner")
+
+
+def staleness_key(place: str, age: int) -> str:
+    """Name of the count of samples of one age (optimizer steps) in one place of `STALENESS_PLACES`."""
+    return f"staleness/{place}/{age}"
