@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,3 +21,13 @@ class QueueStatus:
     dropped: Mapping[str, int] = field(default_factory=dict)
     admitted: int = 0
     policy_version: int = 0
+
+
+class QueueFollower:
+    """Reads the ledger of a run again and again; None while there is none."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
+
+    def read(self) -> QueueStatus | None:
+        return None
