@@ -1,0 +1,1 @@
+"""The learner: scored rollouts to gradients, weights and checkpoints."""
