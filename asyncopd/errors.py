@@ -39,3 +39,7 @@ class WorkerDiedError(AsyncOPDError):
 
 class DeadlineError(AsyncOPDError):
     """A wait passed its deadline."""
+
+
+class RolloutError(AsyncOPDError):
+    """The rollout engine refused a request, or its weights give no distribution to sample from."""

@@ -1,0 +1,61 @@
+"""Published weights into a live model, in place."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from asyncopd.errors import CheckpointError
+
+FILE_NAME = "model.safetensors"
+
+
+@torch.no_grad()
+def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
+    """Copy ``directory/model.safetensors`` into the model's own tensors, cast to their dtype.
+
+    All of the model's tensors must be in the file and nothing else may be, so a half-written or foreign checkpoint
+    cannot be mistaken for an update. Tied tensors may come under any or all of their names, with one value.
+    CheckpointError otherwise, before anything is copied.
+    """
+    path = Path(directory) / FILE_NAME
+    own = model.state_dict(keep_vars=True)
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = set(file.keys())
+            missing = [names[0] for names in names_of.values() if not stored.intersection(names)]
+            if missing or stored - own.keys():
+                raise CheckpointError(
+                    f"{path} does not fit {type(model).__name__}: missing {_some(missing)}, "
+                    f"unexpected {_some(sorted(stored - own.keys()))}; publish weights of the model that rolls out"
+                )
+            update = {name: file.get_tensor(name) for name in sorted(stored)}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; was that version published whole?") from error
+    _check_values(path, own, update, names_of)
+    for name, tensor in update.items():
+        own[name].copy_(tensor)
+
+
+def _check_values(
+    path: Path, own: dict[str, torch.Tensor], update: dict[str, torch.Tensor], names_of: dict[int, list[str]]
+) -> None:
+    for name, tensor in update.items():
+        if tensor.shape != own[name].shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}; the model's has {tuple(own[name].shape)}"
+            )
+    for names in names_of.values():
+        given = [name for name in names if name in update]
+        for name in given[1:]:
+            if not torch.equal(update[name], update[given[0]]):
+                raise CheckpointError(f"{path}: {given[0]} and {name} are tied in the model but differ in the file")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more if names else "nothing"
