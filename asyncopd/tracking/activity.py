@@ -74,6 +74,11 @@ def run_windows(trace: Trace) -> list[Interval]:
     return windows
 
 
+def flowed_s(time_ns: int, windows: Sequence[Interval]) -> float:
+    """Seconds of the windows that lie before a point in time: wall time without the pauses between them."""
+    return sum(max(0, min(end, time_ns) - start) for start, end in windows) / 1e9
+
+
 def work_by_process(spans: Iterable[Span]) -> dict[str, list[Interval]]:
     """For each process the intervals in which some thread of it worked.
 

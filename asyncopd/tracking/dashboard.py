@@ -43,7 +43,7 @@ def plain_line(snapshot: RunSnapshot) -> str:
     parts = [f"step {snapshot.policy_version}/{facts.steps}", duration(snapshot.elapsed_s)]
     if snapshot.left_s is not None:
         parts[-1] += f" (about {duration(snapshot.left_s)} left)"
-    for name in (keys.LOSS, keys.REVERSE_KL, keys.FORWARD_KL):
+    for name in (keys.LOSS, keys.DIVERGENCE):
         if name in snapshot.metrics:
             parts.append(f"{name} {snapshot.metrics[name]:.3f}")
     if snapshot.held_out:
@@ -154,9 +154,8 @@ def _learning(snapshot: RunSnapshot) -> RenderableType:
     grid.add_row("staleness", _staleness(snapshot))
     if snapshot.losses:
         grid.add_row("loss", Text.assemble(f"{snapshot.losses[-1]:.4f}  ", (sparkline(snapshot.losses), IDLE_COLOUR)))
-    for label, name in (("reverse KL", keys.REVERSE_KL), ("forward KL", keys.FORWARD_KL)):
-        if name in snapshot.metrics:
-            grid.add_row(label, f"{snapshot.metrics[name]:.4f} nats per token, this batch")
+    if keys.DIVERGENCE in snapshot.metrics:
+        grid.add_row("divergence", f"{snapshot.metrics[keys.DIVERGENCE]:.4f} nats per token, on the last batch")
     if snapshot.held_out:
         first, newest = snapshot.held_out[0], snapshot.held_out[-1]
         text = f"{newest.mean:.3f} ± {newest.ci95:.3f} at version {newest.policy_version}"

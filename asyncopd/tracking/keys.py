@@ -5,16 +5,19 @@ with "/"; a nested mapping given to `log` is flattened the same way, so `{"queue
 Other names may be logged freely: they are kept and sent to every tracker, only not drawn.
 
 Per optimizer step, at the version that the step produced:
-    loss                             what was minimised (nats per token for a divergence)
-    kl/reverse, kl/forward           estimated divergence to the teacher on the training batch, nats per token
-    grad_norm, lr                    gradient norm before clipping; learning rate
+    loss                             what was minimised
+    divergence                       estimated divergence to the teacher on the batch, nats per token; with several
+                                     objectives in a mixture <part>/divergence
+    k1                               mean log p - log q of the sampled tokens, nats
+    grad_norm, lr                    gradient norm before clipping; learning rate of the step
     tokens, step_s, wait_s           response tokens trained; seconds in the step; seconds waiting for its batch
-    logprob_gap_on_policy            mean |log p - log b| over tokens of staleness 0, nats; absent when there are none
+    logprob_gap/staleness_0          mean |log p - log b| over the tokens of staleness 0, nats, and how many those are:
+    tokens/staleness_0               rollout engine and learner agree. Absent when there are none
+    <any>/staleness_<bucket>         the same metric over the tokens of one staleness, see `objectives.diagnostics`
     staleness/mean, staleness/max    of the samples trained in this step (a sample is as old as its oldest token)
     staleness/<where>/<age>          number of samples of that age in optimizer steps; where: in_flight (being rolled
                                      out), in_queue (rolled out, not yet trained), training (trained in this step)
     queue/<STATE>                    samples in each live state of the ledger, after the step
-    objective/<name>                 anything that the objective reports, also by age: objective/<name>/staleness_<age>
 Per evaluation:
     held_out/reverse_kl/mean, .../ci95     nats per token on fresh answers to held-out prompts; half-width of the 95%
     held_out/forward_kl/mean, .../ci95     interval
@@ -23,14 +26,14 @@ Per evaluation:
 """
 
 LOSS = "loss"
-REVERSE_KL = "kl/reverse"
-FORWARD_KL = "kl/forward"
+DIVERGENCE = "divergence"
 GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
 TOKENS = "tokens"
 STEP_SECONDS = "step_s"
 WAIT_SECONDS = "wait_s"
-LOGPROB_GAP = "logprob_gap_on_policy"
+LOGPROB_GAP = "logprob_gap/staleness_0"
+ON_POLICY_TOKENS = "tokens/staleness_0"
 
 STALENESS_MEAN = "staleness/mean"
 STALENESS_MAX = "staleness/max"

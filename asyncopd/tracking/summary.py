@@ -105,7 +105,7 @@ def summarize(run_dir: Path) -> RunSummary:
     trace = read_trace(run_dir)
     activity = measure(trace.spans, run_windows(trace))
     queue = QueueFollower(run_dir).read()
-    gaps = [(value, row.values.get(keys.TOKENS, 1.0)) for row, value in series(rows, keys.LOGPROB_GAP)]
+    gaps = [(value, row.values.get(keys.ON_POLICY_TOKENS, 1.0)) for row, value in series(rows, keys.LOGPROB_GAP)]
     reached = max((row.policy_version for row in rows), default=0)
     return RunSummary(
         name=facts.name,

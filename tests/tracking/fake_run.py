@@ -20,11 +20,17 @@ from asyncopd.tracking.metrics import EVALUATIONS_FILE, METRICS_FILE
 from asyncopd.tracking.run_facts import RunFacts
 
 ANSWERS = [
-    ("How do I keep basil alive on a windowsill?", "Water it when the top of the soil is dry and give it six hours of sun."),
+    (
+        "How do I keep basil alive on a windowsill?",
+        "Water it when the top of the soil is dry and give it six hours of sun.",
+    ),
     ("Write two lines about rain.", "Rain taps the roof and hums along,\nthe gutters answer with a song."),
 ]
 BABBLE = [
-    ("How do I keep basil alive on a windowsill?", "Basil is a window is a window and the the basil. The window basil of"),
+    (
+        "How do I keep basil alive on a windowsill?",
+        "Basil is a window is a window and the the basil. The window basil of",
+    ),
     ("Write two lines about rain.", "Rain, rain, the rain is the line of the line. Two lines <b>two</b>"),
 ]
 
@@ -139,7 +145,7 @@ class FakeRun:
             "policy_version": version,
             "time": ended,
             "loss": kl * 1.02,
-            "kl/reverse": kl,
+            "divergence": kl,
             "grad_norm": 1.8 * math.exp(-version / 50) * math.exp(self._random.gauss(0, 0.2)),
             "lr": 2e-4 * min(1.0, version / 6) * (1 - 0.8 * version / self.steps),
             "tokens": self.batch_size * 43.0,
@@ -147,10 +153,11 @@ class FakeRun:
             "wait_s": wait_s,
             "staleness/mean": sum(a * n for a, n in ages.items()) / self.batch_size,
             "staleness/max": float(max(ages)),
-            "objective/entropy": 1.9 + self._random.gauss(0, 0.05),
+            "entropy": 1.9 + self._random.gauss(0, 0.05),
         }
         if 0 in ages:
-            row["logprob_gap_on_policy"] = 0.004 + abs(self._random.gauss(0, 0.001))
+            row["logprob_gap/staleness_0"] = 0.004 + abs(self._random.gauss(0, 0.001))
+            row["tokens/staleness_0"] = ages[0] * 43.0
         row |= {staleness_key("training", a): float(n) for a, n in ages.items()}
         row |= {staleness_key("in_flight", a): float(self._random.randint(4, 12)) for a in (0, 1)}
         row |= {staleness_key("in_queue", a): float(self._random.randint(2, 14)) for a in range(self.max_staleness + 1)}
@@ -186,9 +193,9 @@ def _write_rows(path: Path, rows: list[dict], origin: float) -> None:
 
 def _write_traces(run_dir: Path, events: dict[str, list], origin: float, *, finished: bool) -> None:
     for process in ("rollout-0", "rollout-1", "scorer-0", "learner"):
-        own = [
-            {"at": event["start"], "event": event} for event in events["spans"] if event["process"] == process
-        ] + [{"at": mark["time"], "event": mark} for mark in events["marks"] if mark["process"] == process]
+        own = [{"at": event["start"], "event": event} for event in events["spans"] if event["process"] == process] + [
+            {"at": mark["time"], "event": mark} for mark in events["marks"] if mark["process"] == process
+        ]
         clock = _Clock(origin)
         with _clocked(clock):
             tracer = trace.Tracer(run_dir, process)

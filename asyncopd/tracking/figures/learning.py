@@ -1,0 +1,95 @@
+"""How the student came closer to its teacher: KL, loss and gradient norm over steps and over wall time."""
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from asyncopd.tracking import keys
+from asyncopd.tracking.activity import Interval, flowed_s
+from asyncopd.tracking.figures.canvas import INK, MUTED, draw, legend_above
+from asyncopd.tracking.metrics import MetricsRow
+
+_SERIES = "#6b62c4"
+_HELD_OUT = {
+    keys.HELD_OUT_REVERSE_KL: ("held-out reverse KL", "#b8437f"),
+    keys.HELD_OUT_FORWARD_KL: ("held-out forward KL", INK),
+}
+
+Points = tuple[list[float], list[float], list[float]]
+"""Policy version, minutes of wall time, value."""
+
+
+def kl_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str | None:
+    """Estimated divergence of the training batches, and held-out KL with 95% intervals; None without either."""
+    training = {name: _points(rows, windows, name) for name in _divergences(rows)}
+    held_out = {name: _points(rows, windows, f"{name}/mean") for name in _HELD_OUT}
+    if not any(points[0] for points in (*training.values(), *held_out.values())):
+        return None
+
+    def paint(axes: Sequence[Axes]) -> None:
+        for place, axis in enumerate(axes):
+            for name, points in training.items():
+                label = (
+                    "training batch" if len(training) == 1 else f"training batch, {name.removesuffix('/divergence')}"
+                )
+                axis.plot(points[place], points[2], color=_SERIES, alpha=0.28, linewidth=1.0)
+                axis.plot(points[place], smooth(points[2]), color=_SERIES, label=label)
+            for name, (label, colour) in _HELD_OUT.items():
+                points = held_out[name]
+                errors = _points(rows, windows, f"{name}/ci95")[2]
+                if points[0]:
+                    style = "o-" if name == keys.HELD_OUT_REVERSE_KL else "o--"
+                    axis.errorbar(
+                        points[place], points[2], yerr=errors if len(errors) == len(points[2]) else None,
+                        fmt=style, color=colour, markersize=4, linewidth=1.2, elinewidth=1.0, capsize=2.5, label=label,
+                    )  # fmt: skip
+            axis.set_ylim(bottom=0)
+            axis.set_xlim(left=0)
+        axes[0].set_ylabel("nats per token")
+        axes[0].set_xlabel("optimizer steps")
+        axes[1].set_xlabel("wall time, minutes")
+        legend_above(axes[0])
+
+    return draw(paint, name="kl", alt="KL divergence against steps and wall time", columns=2, share_y=True, height=2.9)
+
+
+def loss_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str | None:
+    """Loss and gradient norm of each step; None before the first."""
+    loss, norm = (_points(rows, windows, name) for name in (keys.LOSS, keys.GRAD_NORM))
+    if not loss[0]:
+        return None
+
+    def paint(axes: Sequence[Axes]) -> None:
+        for axis, points, title in zip(axes, (loss, norm), ("loss", "gradient norm, before clipping"), strict=True):
+            axis.plot(points[0], points[2], color=_SERIES, alpha=0.28, linewidth=1.0)
+            axis.plot(points[0], smooth(points[2]), color=_SERIES)
+            axis.set_title(title, color=MUTED)
+            axis.set_xlabel("optimizer steps")
+            axis.set_xlim(left=0)
+            axis.set_ylim(bottom=min(0.0, *points[2]) if points[2] else 0.0)
+
+    return draw(paint, name="loss", alt="Loss and gradient norm against steps", columns=2, height=2.2)
+
+
+def smooth(values: Sequence[float], half_width: int | None = None) -> list[float]:
+    """Centred running mean over 2 * half_width + 1 values, a window that shrinks at both ends."""
+    half = len(values) // 40 + 1 if half_width is None else half_width
+    means = []
+    for index in range(len(values)):
+        reach = min(half, index, len(values) - 1 - index)
+        window = values[index - reach : index + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def _divergences(rows: Sequence[MetricsRow]) -> list[str]:
+    names = {name for row in rows for name in row.values if name.rpartition("/")[2] == keys.DIVERGENCE}
+    return sorted(names)
+
+
+def _points(rows: Sequence[MetricsRow], windows: Sequence[Interval], name: str) -> Points:
+    known = [(row, row.values[name]) for row in rows if math.isfinite(row.values.get(name, math.nan))]
+    known.sort(key=lambda pair: pair[0].policy_version)
+    minutes = [flowed_s(int(row.time * 1e9), windows) / 60 for row, _ in known]
+    return [float(row.policy_version) for row, _ in known], minutes, [value for _, value in known]

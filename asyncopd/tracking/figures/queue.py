@@ -1,0 +1,84 @@
+"""What lay between the stages: age of the samples, and depth of the queue."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from asyncopd.tracking import keys
+from asyncopd.tracking.activity import Interval, flowed_s
+from asyncopd.tracking.figures.canvas import MUTED, draw, legend_above
+from asyncopd.tracking.metrics import MetricsRow, under
+from asyncopd.tracking.theme import STAGE_COLOURS, STATE_COLOURS
+
+_PLACES = {
+    "in_flight": ("in flight: being rolled out", STAGE_COLOURS["rollout"]),
+    "in_queue": ("in queue: waiting", STAGE_COLOURS["teacher"]),
+    "training": ("at training", STAGE_COLOURS["learner"]),
+}
+
+
+def staleness_figure(rows: Sequence[MetricsRow], max_staleness: int) -> str | None:
+    """Histogram of the ages of samples in each place, over all steps, with the bound; None where none were counted."""
+    counts = {place: _ages(rows, place) for place in _PLACES}
+    oldest = max([max_staleness, *(age for ages in counts.values() for age in ages)])
+    if not any(counts.values()):
+        return None
+
+    def paint(axes: Sequence[Axes]) -> None:
+        for axis, (place, (title, colour)) in zip(axes, _PLACES.items(), strict=True):
+            ages = counts[place]
+            total = sum(ages.values())
+            if total:
+                axis.bar(list(ages), [count / total for count in ages.values()], width=0.72, color=colour)
+                mean = sum(age * count for age, count in ages.items()) / total
+                title += f"   mean {mean:.2f}"
+            axis.axvline(max_staleness + 0.5, color=MUTED, linewidth=1.0, linestyle=(0, (3, 3)))
+            axis.set_title(title)
+            axis.set_xlabel("age, optimizer steps")
+            axis.set_xlim(-0.6, oldest + 0.9)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes[0].set_ylabel("share of samples")
+
+    return draw(
+        paint, name="staleness", alt="Histogram of sample ages in flight, in queue and at training",
+        columns=3, share_y=True, height=2.3,
+    )  # fmt: skip
+
+
+def depth_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str | None:
+    """Samples in each live state of the ledger over wall time; None where the queue was not logged."""
+    logged = [row for row in rows if under(row.values, keys.QUEUE)]
+    if len(logged) < 2:
+        return None
+    minutes = [flowed_s(int(row.time * 1e9), windows) / 60 for row in logged]
+    layers = {state: [row.values.get(f"{keys.QUEUE}/{state}", 0.0) for row in logged] for state in keys.LIVE_STATES}
+    present = {state: layer for state, layer in layers.items() if any(layer)}
+
+    def paint(axes: Sequence[Axes]) -> None:
+        axis = axes[0]
+        axis.stackplot(
+            minutes,
+            list(present.values()),
+            labels=[state.lower() for state in present],
+            colors=[STATE_COLOURS[state] for state in present],
+            linewidth=0,
+        )
+        axis.set_xlim(minutes[0], minutes[-1])
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("wall time, minutes")
+        axis.set_ylabel("samples")
+        legend_above(axis)
+
+    return draw(paint, name="queue", alt="Samples in the queue by state over wall time", height=2.6)
+
+
+def _ages(rows: Sequence[MetricsRow], place: str) -> Counter[int]:
+    ages: Counter[int] = Counter()
+    for row in rows:
+        for age, count in under(row.values, f"staleness/{place}").items():
+            if count:
+                ages[int(age)] += int(count)
+    return ages

@@ -1,0 +1,231 @@
+"""`report.html`: one self-contained page about a run, made from the files of its folder and made again at any time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+
+from asyncopd.tracking.activity import Interval, flowed_s, measure, run_windows
+from asyncopd.tracking.chrome_trace import CHROME_TRACE
+from asyncopd.tracking.dashboard import duration
+from asyncopd.tracking.figures.learning import kl_figure, loss_figure
+from asyncopd.tracking.figures.queue import depth_figure, staleness_figure
+from asyncopd.tracking.figures.timeline import busy_figure, steady_window, timeline_figure
+from asyncopd.tracking.metrics import Evaluation, read_evaluations, read_metrics
+from asyncopd.tracking.run_facts import RunFacts
+from asyncopd.tracking.summary import EstimateFigure, RunSummary, summarize
+from asyncopd.tracking.theme import STAGE_COLOURS
+from asyncopd.tracking.trace import Span, read_trace
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.yaml"
+_FIRST_S = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """One figure at the head of the page: a label, the value, and a remark below it."""
+
+    label: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A figure with its heading and what to see in it; `figures` are SVG elements."""
+
+    heading: str
+    text: str
+    figures: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """One held-out prompt with the answer of each evaluation that kept it, with its policy version."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` and return its path; raises AsyncOPDError when the folder is not a run's.
+
+    Works at any point of a run: what has not been logged is left out.
+    """
+    run_dir = Path(run_dir)
+    facts = RunFacts.read(run_dir)
+    summary = summarize(run_dir)
+    evaluations = read_evaluations(run_dir)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("asyncopd.tracking"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(
+        facts=facts,
+        summary=summary,
+        tiles=_tiles(summary),
+        comparison=_comparison(summary),
+        sections=_sections(run_dir, facts, summary),
+        answers=_answers(evaluations),
+        evaluations=evaluations,
+        config=_config(run_dir),
+        stage_colours=STAGE_COLOURS,
+        trace_file=CHROME_TRACE if (run_dir / CHROME_TRACE).exists() else None,
+        made=f"{datetime.now():%Y-%m-%d %H:%M}",
+    )
+    path = run_dir / REPORT_FILE
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _tiles(summary: RunSummary) -> list[Tile]:
+    tiles = []
+    if summary.held_out is not None:
+        kl = summary.held_out.reverse_kl
+        tiles.append(
+            Tile(
+                label="held-out reverse KL",
+                value=_change(kl.before.mean, kl.after.mean),
+                remark=_arrow(kl.before, kl.after),
+            )
+        )
+    rate = summary.tokens_per_s
+    tiles.append(
+        Tile(
+            label="trained",
+            value=f"{rate.learner:,.0f} tokens/s",
+            remark=f"rolled out {rate.rollout:,.0f}, scored {rate.teacher:,.0f}",
+        )
+    )
+    tiles.append(Tile(label="wall time", value=duration(summary.wall_s), remark=f"{summary.steps} optimizer steps"))
+    tiles.append(Tile(label="overlap", value=f"{summary.overlap:.0%}", remark="of the time two stages or more worked"))
+    if summary.staleness.mean is not None and summary.staleness.max is not None:
+        tiles.append(
+            Tile(
+                label="staleness at training",
+                value=f"{summary.staleness.mean:.2f}",
+                remark=f"mean; at most {summary.staleness.max:.0f} steps",
+            )
+        )
+    if summary.logprob_gap_on_policy is not None:
+        tiles.append(
+            Tile(
+                label="logprob gap on policy",
+                value=f"{summary.logprob_gap_on_policy:.2g}",
+                remark="nats, rollout engine against learner",
+            )
+        )
+    return tiles
+
+
+def _comparison(summary: RunSummary) -> list[tuple[str, str, str, str]]:
+    """Rows of the before-and-after table: what, before, after, change."""
+    held_out = summary.held_out
+    if held_out is None:
+        return []
+    rows = []
+    for label, pair, digits in (
+        ("Reverse KL to the teacher, nats per token", held_out.reverse_kl, 3),
+        ("Forward KL to the teacher, nats per token", held_out.forward_kl, 3),
+        ("Answer length, tokens", held_out.mean_length, 1),
+    ):
+        change = _change(pair.before.mean, pair.after.mean)
+        rows.append((label, _estimate(pair.before, digits), _estimate(pair.after, digits), change))
+    before, after = held_out.eos_share.before.mean, held_out.eos_share.after.mean
+    if before is not None and after is not None:
+        share = f"{(after - before) * 100:+.0f} points"
+        rows.append(("Answers that end with EOS", f"{before:.0%}", f"{after:.0%}", share))
+    return rows
+
+
+def _sections(run_dir: Path, facts: RunFacts, summary: RunSummary) -> list[Section]:
+    rows = read_metrics(run_dir)
+    trace = read_trace(run_dir)
+    windows = run_windows(trace)
+    activity = measure(trace.spans, windows)
+    drawn = [
+        (
+            "Distance to the teacher",
+            "Estimated on the training batches, and measured on fresh answers to held-out prompts with 95% intervals.",
+            [kl_figure(rows, windows), loss_figure(rows, windows)],
+        ),
+        (
+            "Who worked when",
+            "Every bar is one batch decoded or scored, or one optimizer step. Bars above each other ran at once.",
+            _timelines(trace.spans, windows),
+        ),
+        (
+            "How busy the stages were",
+            "Share of wall time in which a stage worked; waiting is not work. Mean over the processes of a stage.",
+            [busy_figure(trace.spans, windows, activity)],
+        ),
+        (
+            "Staleness",
+            f"Age of samples in optimizer steps, by their oldest token. The line is the bound: {facts.max_staleness}.",
+            [staleness_figure(rows, facts.max_staleness)],
+        ),
+        (
+            "Queue depth",
+            "Samples in each live state of the ledger after every step. Full colour: in work. Pale: waiting.",
+            [depth_figure(rows, windows)],
+        ),
+    ]
+    sections = []
+    for heading, text, figures in drawn:
+        present = [figure for figure in figures if figure is not None]
+        if present:
+            sections.append(Section(heading=heading, text=text, figures=present))
+    return sections
+
+
+def _timelines(spans: Sequence[Span], windows: Sequence[Interval]) -> list[str | None]:
+    if not windows:
+        return []
+    start = windows[0][0]
+    end = min(start + _FIRST_S * 10**9, windows[0][1])
+    title = f"the first {(end - start) / 1e9:.0f} of the run"
+    figures = [timeline_figure(spans, (start, end), name="start", title=title, labels=False)]
+    steady = steady_window(spans, windows)
+    if steady is not None:
+        at = duration(flowed_s(steady[0], windows))
+        title = f"a few steps {at} into the run"
+        figures.append(timeline_figure(spans, steady, name="steady", title=title, labels=True))
+    return figures
+
+
+def _answers(evaluations: Sequence[Evaluation]) -> list[Answers]:
+    if not evaluations:
+        return []
+    later = dict(evaluations[-1].samples)
+    return [
+        Answers(prompt=prompt, before=answer, after=later[prompt])
+        for prompt, answer in evaluations[0].samples
+        if prompt in later
+    ]
+
+
+def _config(run_dir: Path) -> str | None:
+    path = run_dir / CONFIG_FILE
+    return path.read_text() if path.exists() else None
+
+
+def _estimate(figure: EstimateFigure, digits: int) -> str:
+    if figure.mean is None:
+        return "–"
+    interval = f" ± {figure.ci95:.{digits}f}" if figure.ci95 is not None else ""
+    return f"{figure.mean:.{digits}f}{interval}"
+
+
+def _arrow(before: EstimateFigure, after: EstimateFigure) -> str:
+    return f"{_estimate(before, 2)} → {_estimate(after, 2)}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return f"{(after - before) / before:+.0%}" if before and after is not None else "–"
