@@ -1,0 +1,170 @@
+"""The learner's side: which batch is next, and the one transaction that makes it trained.
+
+Every function here needs an open transaction.
+"""
+
+import sqlite3
+import time
+
+from asyncopd.errors import LedgerError
+from asyncopd.queue.admission import policy_version
+from asyncopd.queue.leases import drop_too_old
+from asyncopd.queue.order import uid_of
+from asyncopd.queue.plan import LedgerPlan
+from asyncopd.queue.rows import Batch, BatchSample, PayloadRef, State
+from asyncopd.queue.selection import POLICIES, QueueRow
+
+
+def may_be_ready(connection: sqlite3.Connection, plan: LedgerPlan) -> bool:
+    """A cheap look without a transaction: whether it is worth asking for a batch."""
+    scored, leased = connection.execute(
+        "SELECT (SELECT n FROM tally WHERE state = 4), (SELECT n FROM tally WHERE state = 5)"
+    ).fetchone()
+    if leased:
+        return True
+    if plan.lag is None and scored < plan.batch_size:
+        return False
+    if plan.overtakes:
+        return True
+    head = connection.execute("SELECT state FROM samples WHERE state < 6 ORDER BY ordinal LIMIT 1").fetchone()
+    # With no live sample at all, a batch that was dropped whole must still be noticed.
+    return head is None or head[0] == State.SCORED or plan.lag is not None
+
+
+def lease_batch(connection: sqlite3.Connection, plan: LedgerPlan) -> Batch | None:
+    """The batch already leased, or the next one that the policy selects; None while there is none."""
+    batch = _leased_batch(connection, plan)
+    if batch.samples:
+        return batch
+    version = policy_version(connection)
+    if version >= plan.steps:
+        return None
+    drop_too_old(connection, plan, State.SCORED)
+    chosen = _select(connection, plan) if plan.lag is None else _pinned(connection, plan, version)
+    if chosen is None:
+        return None
+    connection.executemany("UPDATE samples SET state = 5 WHERE ordinal = ?", [(ordinal,) for ordinal in chosen])
+    return _leased_batch(connection, plan)
+
+
+def release_batch(connection: sqlite3.Connection) -> int:
+    """LEASED -> SCORED; how many samples."""
+    return connection.execute("UPDATE samples SET state = 4 WHERE state = 5 AND state < 6").rowcount
+
+
+def commit_step(connection: sqlite3.Connection, plan: LedgerPlan, batch: Batch, version: int, published: bool) -> None:
+    """The batch is trained and ``policy_version`` is ``version``; LedgerError if either is not what is expected."""
+    old = policy_version(connection)
+    if version != old + 1:
+        raise LedgerError(f"step commits version {version}; expected {old + 1}, one after the ledger's policy version")
+    rows = connection.execute(
+        "SELECT ordinal, oldest_version, tokens FROM samples WHERE state = 5 AND state < 6 ORDER BY ordinal"
+    ).fetchall()
+    if not rows or [row[0] for row in rows] != [sample.ordinal for sample in batch.samples]:
+        raise LedgerError(
+            f"step {version} commits {len(batch.samples)} samples that are not the {len(rows)} leased ones; "
+            "expected the batch that lease_batch returned last"
+        )
+    staleness = [old - oldest for _, oldest, _ in rows]
+    if max(staleness) > plan.max_staleness:
+        raise LedgerError(
+            f"step {version} would train a sample of staleness {max(staleness)}; expected at most {plan.max_staleness}"
+        )
+    now = time.time()
+    connection.execute(
+        "UPDATE samples SET state = 6, final_at = ?, final_s = ? WHERE state = 5 AND state < 6", (version, now)
+    )
+    dropped, dropped_tokens = connection.execute(
+        "SELECT count(tokens), ifnull(sum(tokens), 0) FROM samples"
+        " WHERE state >= 6 AND forgotten = 0 AND final_at = ? AND state = 7",
+        (version,),
+    ).fetchone()
+    connection.execute(
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (version, now, len(rows), sum(staleness), max(staleness), sum(row[2] for row in rows), dropped, dropped_tokens),
+    )
+    connection.execute("UPDATE run SET policy_version = ?", (version,))
+    if published:
+        publish(connection, version)
+
+
+def publish(connection: sqlite3.Connection, version: int) -> None:
+    """Record that the weights of ``version`` are durable and readable by the workers."""
+    newest = policy_version(connection)
+    if not 0 <= version <= newest:
+        raise LedgerError(f"version {version} is published; expected one from 0 to the policy version, {newest}")
+    connection.execute("INSERT INTO published VALUES (?) ON CONFLICT DO NOTHING", (version,))
+
+
+def _select(connection: sqlite3.Connection, plan: LedgerPlan) -> list[int] | None:
+    policy = POLICIES[plan.selection]
+    reach = policy.reach(plan.batch_size, plan.window_batches)
+    found = connection.execute(
+        "SELECT ordinal, state, slot, oldest_version, tokens, disagreement, scored_s FROM samples"
+        " WHERE state < 6 ORDER BY ordinal LIMIT ?",
+        (-1 if reach is None else reach,),
+    )
+    rows = [
+        QueueRow(
+            ordinal=ordinal,
+            ready=state == State.SCORED,
+            prompt=slot // plan.samples_per_prompt,
+            oldest_version=oldest,
+            tokens=tokens,
+            disagreement=disagreement,
+            scored_at=scored,
+        )
+        for ordinal, state, slot, oldest, tokens, disagreement, scored in found
+    ]
+    return policy.choose(rows, plan.batch_size)
+
+
+def _pinned(connection: sqlite3.Connection, plan: LedgerPlan, version: int) -> list[int] | None:
+    """Batch number ``version``, as it was fixed at admission, less what was dropped."""
+    first, last = version * plan.batch_size, (version + 1) * plan.batch_size - 1
+    rows = connection.execute(
+        "SELECT ordinal, state FROM samples WHERE ordinal BETWEEN ? AND ? ORDER BY ordinal", (first, last)
+    ).fetchall()
+    live = [(ordinal, state) for ordinal, state in rows if state != State.DROPPED]
+    if len(rows) < plan.batch_size or any(state != State.SCORED for _, state in live):
+        return None
+    if not live:
+        reasons = connection.execute("SELECT reason, n FROM drops WHERE n > 0").fetchall()
+        raise LedgerError(
+            f"every sample of batch {version} was dropped ({dict(reasons)}), so step {version + 1} has nothing to "
+            "train; see the details with `asyncopd ledger show` and repair the prompts or the teacher"
+        )
+    return [ordinal for ordinal, _ in live]
+
+
+def _leased_batch(connection: sqlite3.Connection, plan: LedgerPlan) -> Batch:
+    found = connection.execute(
+        "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rollout_path,"
+        " rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes"
+        " FROM samples WHERE state = 5 AND state < 6 ORDER BY ordinal"
+    )
+    samples = [
+        BatchSample(
+            uid=uid_of(plan, slot, attempt),
+            ordinal=ordinal,
+            prompt_index=index,
+            tokens=tokens,
+            valid_tokens=valid,
+            oldest_version=oldest,
+            rollout=PayloadRef(path=rollout[0], checksum=rollout[1], bytes=rollout[2]),
+            record=PayloadRef(path=rollout[3], checksum=rollout[4], bytes=rollout[5]),
+        )
+        for ordinal, slot, attempt, index, tokens, valid, oldest, *rollout in found
+    ]
+    return Batch(samples=tuple(samples))
+
+
+def forget_payloads(connection: sqlite3.Connection, oldest_kept_version: int) -> list[PayloadRef]:
+    """Mark the payloads of samples that are final at ``oldest_kept_version`` as gone, and name them."""
+    found = connection.execute(
+        "UPDATE samples SET forgotten = 1 WHERE state >= 6 AND forgotten = 0 AND final_at <= ?"
+        " RETURNING rollout_path, rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes",
+        (oldest_kept_version,),
+    ).fetchall()
+    refs = [half for row in found for half in (row[:3], row[3:]) if half[0] is not None]
+    return [PayloadRef(path=path, checksum=check, bytes=size) for path, check, size in refs]

@@ -1,0 +1,80 @@
+"""Files that appear whole or not at all, and checksums that tell whether they still are."""
+
+import os
+import zlib
+from pathlib import Path
+
+from asyncopd.errors import LedgerError
+from asyncopd.queue.rows import PayloadRef
+
+PAYLOADS = "payloads"
+"""Folder of all payloads in the run folder."""
+
+
+class PayloadError(LedgerError):
+    """A payload is missing or is not what was written."""
+
+
+def checksum(data: bytes) -> str:
+    """CRC-32, which finds a torn write or a flipped bit; it is no defence against forgery."""
+    return f"crc32:{zlib.crc32(data):08x}"
+
+
+def write_whole(run_dir: Path, path: str, data: bytes) -> None:
+    """Write under a temporary name, then rename: a reader sees all of it or none.
+
+    There is no fsync, which would cost more than the queue itself. After a loss of power a file may be torn;
+    ``resume`` checks every payload that it keeps and has the others made again.
+    """
+    target = run_dir / path
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        try:
+            temporary.write_bytes(data)
+        except FileNotFoundError:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+        temporary.replace(target)
+    except OSError as error:
+        # What was written of it would keep a full disk full.
+        temporary.unlink(missing_ok=True)
+        raise PayloadError(
+            f"{target} cannot be written ({error.strerror}); free space or make the run folder writable, then resume"
+        ) from error
+
+
+def read_checked(run_dir: Path, ref: PayloadRef) -> bytes:
+    """The payload's bytes; PayloadError names the file if it is missing, short or damaged."""
+    target = run_dir / ref.path
+    try:
+        data = target.read_bytes()
+    except OSError as error:
+        raise PayloadError(f"{target} cannot be read ({error.strerror}); resume makes the sample again") from error
+    if len(data) != ref.bytes:
+        raise PayloadError(f"{target} has {len(data)} bytes; expected {ref.bytes}: resume makes the sample again")
+    found = checksum(data)
+    if found != ref.checksum:
+        raise PayloadError(f"{target} has checksum {found}; expected {ref.checksum}: resume makes the sample again")
+    return data
+
+
+def is_whole(run_dir: Path, ref: PayloadRef) -> bool:
+    """Whether the payload is there and undamaged."""
+    try:
+        read_checked(run_dir, ref)
+    except PayloadError:
+        return False
+    return True
+
+
+def sweep(run_dir: Path, keep: set[str]) -> int:
+    """Delete payload files, whole or partial, that are not in ``keep`` (paths relative to the run folder); how many.
+
+    Only while no worker runs: a worker writes a payload before the ledger knows of it.
+    """
+    deleted = 0
+    for found in (run_dir / PAYLOADS).rglob("*"):
+        if found.is_file() and found.relative_to(run_dir).as_posix() not in keep:
+            found.unlink()
+            deleted += 1
+    return deleted

@@ -1,0 +1,136 @@
+"""What the samples of the queue carry: one safetensors file a rollout, one a teacher record.
+
+The file's name holds its checksum, so that a worker whose lease was lost never overwrites the file of the one that
+replaced it. Shape suffixes: T response positions, C candidates a position, V vocabulary.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from asyncopd.queue.files import PAYLOADS, PayloadError, checksum, read_checked, write_whole
+from asyncopd.queue.rows import PayloadRef
+from asyncopd.types import Rollout
+from teacher_cache.record import CandidateSet, TeacherRecord
+
+__all__ = ["PayloadError", "PayloadRef", "read_record", "read_rollout", "write_record", "write_rollout"]
+
+FILES_A_FOLDER = 1000
+"""Prompts of an epoch whose files share a folder: file systems slow down when a folder grows without end."""
+
+
+def write_rollout(run_dir: Path, rollout: Rollout) -> PayloadRef:
+    """Write an answer; the reference to put into the ledger. PayloadError if it cannot be written."""
+    tensors = {
+        "response_ids_T": rollout.response_ids_T.to(torch.int32),
+        "versions_T": rollout.versions_T.to(torch.int32),
+        "log_b_T": rollout.log_b_T.to(torch.float32),
+    }
+    told = {
+        "uid": rollout.uid,
+        "prompt_ids": list(rollout.prompt_ids),
+        "finish": rollout.finish,
+        "candidates": None if rollout.candidates is None else _pack(rollout.candidates, "candidates", tensors),
+    }
+    return _write(run_dir, "rollouts", rollout.uid, tensors, told)
+
+
+def read_rollout(run_dir: Path, ref: PayloadRef, uid: str) -> Rollout:
+    """The answer that ``write_rollout`` wrote. PayloadError if it is missing, damaged or another sample's."""
+    tensors, told = _read(run_dir, ref, uid)
+    candidates = told["candidates"]
+    return Rollout(
+        uid=uid,
+        prompt_ids=tuple(told["prompt_ids"]),
+        response_ids_T=tensors["response_ids_T"],
+        versions_T=tensors["versions_T"],
+        log_b_T=tensors["log_b_T"],
+        finish=told["finish"],
+        candidates=None if candidates is None else _unpack(candidates, "candidates", tensors),
+    )
+
+
+def write_record(run_dir: Path, uid: str, record: TeacherRecord) -> PayloadRef:
+    """Write the teacher's record of sample ``uid``; the reference to put into the ledger."""
+    tensors = {"log_q_T": record.log_q_T.to(torch.float32), "entropy_T": record.entropy_T.to(torch.float32)}
+    sets = [_pack(candidates, f"set{place}", tensors) for place, candidates in enumerate(record.sets)]
+    told = {"uid": uid, "temperature": record.temperature, "teacher": record.teacher, "sets": sets}
+    return _write(run_dir, "records", uid, tensors, told)
+
+
+def read_record(run_dir: Path, ref: PayloadRef, uid: str) -> TeacherRecord:
+    """The record that ``write_record`` wrote. PayloadError if it is missing, damaged or another sample's."""
+    tensors, told = _read(run_dir, ref, uid)
+    return TeacherRecord(
+        temperature=told["temperature"],
+        teacher=told["teacher"],
+        log_q_T=tensors["log_q_T"],
+        entropy_T=tensors["entropy_T"],
+        sets=tuple(_unpack(packed, f"set{place}", tensors) for place, packed in enumerate(told["sets"])),
+    )
+
+
+def _pack(candidates: CandidateSet, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Add a candidate set's tensors under ``name``; what is left to tell about it."""
+    length, width = candidates.ids_TC.shape
+    ids_TC, log_w_TC = candidates.ids_TC, candidates.log_w_TC
+    stored = {"ids_TC": ids_TC.to(torch.int32), "log_w_TC": log_w_TC.to(torch.float32)}
+    if candidates.design == "full" and length > 0:
+        # The same at every position: the ids are the vocabulary, the weights one row (padded tokens weigh nothing).
+        if bool((ids_TC == torch.arange(width, dtype=ids_TC.dtype)).all()):
+            del stored["ids_TC"]
+        if bool((log_w_TC == log_w_TC[:1]).all()):
+            stored["log_w_TC"] = log_w_TC[:1].to(torch.float32)
+    if candidates.log_q_TC is not None:
+        stored["log_q_TC"] = candidates.log_q_TC.to(torch.float32)
+    if candidates.log_g_TC is not None:
+        stored["log_g_TC"] = candidates.log_g_TC.to(torch.float32)
+    tensors.update({f"{name}.{part}": tensor for part, tensor in stored.items()})
+    return {
+        "origin": candidates.origin,
+        "design": candidates.design,
+        "temperature": candidates.temperature,
+        "version": candidates.version,
+        "shape": [length, width],
+        "parts": sorted(stored),
+    }
+
+
+def _unpack(packed: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> CandidateSet:
+    parts = {part: tensors[f"{name}.{part}"] for part in packed["parts"]}
+    length, width = packed["shape"]
+    if "ids_TC" not in parts:
+        parts["ids_TC"] = torch.arange(width, dtype=torch.int32).expand(length, width)
+    return CandidateSet(
+        origin=packed["origin"],
+        design=packed["design"],
+        temperature=packed["temperature"],
+        version=packed["version"],
+        ids_TC=parts["ids_TC"],
+        log_w_TC=parts["log_w_TC"].expand(length, width),
+        log_q_TC=parts.get("log_q_TC"),
+        log_g_TC=parts.get("log_g_TC"),
+    )
+
+
+def _write(run_dir: Path, kind: str, uid: str, tensors: dict[str, Tensor], told: dict[str, Any]) -> PayloadRef:
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"told": json.dumps(told)})
+    epoch, position = uid.split("-")[:2]
+    check = checksum(data)
+    path = f"{PAYLOADS}/{kind}/{epoch}/{int(position) // FILES_A_FOLDER}/{uid}.{check[-8:]}.safetensors"
+    write_whole(run_dir, path, data)
+    return PayloadRef(path=path, checksum=check, bytes=len(data))
+
+
+def _read(run_dir: Path, ref: PayloadRef, uid: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    data = read_checked(run_dir, ref)
+    # The layout of safetensors: the length of a JSON header as 8 bytes, little-endian, then the header.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    told = json.loads(header["__metadata__"]["told"])
+    if told["uid"] != uid:
+        raise PayloadError(f"{run_dir / ref.path} belongs to sample {told['uid']}; expected {uid}")
+    return load(data), told
