@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncopd.errors import LedgerError
@@ -78,3 +79,9 @@ def sweep(run_dir: Path, keep: set[str]) -> int:
             found.unlink()
             deleted += 1
     return deleted
+
+
+def delete_payloads(run_dir: Path, refs: Sequence[PayloadRef]) -> None:
+    """Delete the files that ``Ledger.forget_payloads`` named; those that are gone already are no error."""
+    for ref in refs:
+        (run_dir / ref.path).unlink(missing_ok=True)

@@ -12,12 +12,20 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from asyncopd.queue.files import PAYLOADS, PayloadError, checksum, read_checked, write_whole
+from asyncopd.queue.files import PAYLOADS, PayloadError, checksum, delete_payloads, read_checked, write_whole
 from asyncopd.queue.rows import PayloadRef
 from asyncopd.types import Rollout
 from teacher_cache.record import CandidateSet, TeacherRecord
 
-__all__ = ["PayloadError", "PayloadRef", "read_record", "read_rollout", "write_record", "write_rollout"]
+__all__ = [
+    "PayloadError",
+    "PayloadRef",
+    "delete_payloads",
+    "read_record",
+    "read_rollout",
+    "write_record",
+    "write_rollout",
+]
 
 FILES_A_FOLDER = 1000
 """Prompts of an epoch whose files share a folder: file systems slow down when a folder grows without end."""
