@@ -168,7 +168,8 @@ def _sections(run_dir: Path, facts: RunFacts, summary: RunSummary) -> list[Secti
         ),
         (
             "Staleness",
-            f"Age of samples in optimizer steps, by their oldest token. The line is the bound: {facts.max_staleness}.",
+            "Age of samples in optimizer steps: while they are rolled out, while they wait in the queue, and when they "
+            f"are trained. The line is the bound, {facts.max_staleness}.",
             [staleness_figure(rows, facts.max_staleness)],
         ),
         (
@@ -228,4 +229,6 @@ def _arrow(before: EstimateFigure, after: EstimateFigure) -> str:
 
 
 def _change(before: float | None, after: float | None) -> str:
-    return f"{(after - before) / before:+.0%}" if before and after is not None else "–"
+    if not before or after is None:
+        return "–"
+    return f"{(after - before) / before:+.0%}".replace("-", "\N{MINUS SIGN}")

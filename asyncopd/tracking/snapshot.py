@@ -10,7 +10,7 @@ from asyncopd.tracking import keys
 from asyncopd.tracking.activity import StageActivity, measure, run_windows
 from asyncopd.tracking.liveness import is_alive
 from asyncopd.tracking.metrics import MetricsFollower, MetricsRow, last, under
-from asyncopd.tracking.queue_status import QueueFollower, QueueStatus
+from asyncopd.tracking.queue_status import QueueStatus, read_queue
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.trace import ProcessRecord, Span, Trace, TraceFollower, stage_of
 
@@ -88,13 +88,13 @@ class RunWatcher:
         self._facts = RunFacts.read(run_dir)
         self._metrics = MetricsFollower(run_dir)
         self._trace = TraceFollower(run_dir)
-        self._queue = QueueFollower(run_dir)
+        self._run_dir = run_dir
 
     def snapshot(self) -> RunSnapshot:
         now_ns = time.time_ns()
         rows = self._metrics.read()
         trace = self._trace.read()
-        queue = self._queue.read()
+        queue = read_queue(self._run_dir)
         version = max(queue.policy_version if queue is not None else 0, _last_version(rows))
         processes = [_status(record, trace, now_ns) for _, record in sorted(trace.processes.items())]
         state = _state(processes, version, self._facts.steps)

@@ -10,7 +10,7 @@ from typing import Any
 from asyncopd.tracking import keys
 from asyncopd.tracking.activity import measure, run_windows
 from asyncopd.tracking.metrics import Evaluation, MetricsRow, read_evaluations, read_metrics, series, under
-from asyncopd.tracking.queue_status import QueueFollower, QueueStatus
+from asyncopd.tracking.queue_status import QueueStatus, read_queue
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.trace import read_trace
 
@@ -104,7 +104,7 @@ def summarize(run_dir: Path) -> RunSummary:
     rows = read_metrics(run_dir)
     trace = read_trace(run_dir)
     activity = measure(trace.spans, run_windows(trace))
-    queue = QueueFollower(run_dir).read()
+    queue = read_queue(run_dir)
     gaps = [(value, row.values.get(keys.ON_POLICY_TOKENS, 1.0)) for row, value in series(rows, keys.LOGPROB_GAP)]
     reached = max((row.policy_version for row in rows), default=0)
     return RunSummary(

@@ -72,7 +72,8 @@ def draw(
     height   inches, at a width of `_WIDTH_INCHES`; the page scales it
     """
     with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_INCHES, height))
+        figure.set_layout_engine("constrained", wspace=0.05)
         grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y, width_ratios=width_ratios)
         axes = [axis for row in grid for axis in row]
         for axis in axes:
@@ -84,11 +85,10 @@ def draw(
 
 
 def legend_above(axis: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """A legend in one line above the axes, where it hides no data; of what is labelled, or of the given handles."""
-    axis.legend(
+    """A legend in one line above all axes, where it hides no data; of what is labelled on `axis`, or of the handles."""
+    axis.figure.legend(
         handles=handles if handles is not None else axis.get_legend_handles_labels()[0],
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
+        loc="outside upper left",
         ncols=6,
         borderaxespad=0.2,
         handlelength=1.4,

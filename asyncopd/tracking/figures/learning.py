@@ -1,7 +1,7 @@
 """How the student came closer to its teacher: KL, loss and gradient norm over steps and over wall time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 
@@ -10,11 +10,13 @@ from asyncopd.tracking.activity import Interval, flowed_s
 from asyncopd.tracking.figures.canvas import INK, MUTED, draw, legend_above
 from asyncopd.tracking.metrics import MetricsRow
 
-_SERIES = "#6b62c4"
+_SERIES = "#766dd0"
 _HELD_OUT = {
-    keys.HELD_OUT_REVERSE_KL: ("held-out reverse KL", "#b8437f"),
+    keys.HELD_OUT_REVERSE_KL: ("held-out reverse KL", "#cc4b8c"),
     keys.HELD_OUT_FORWARD_KL: ("held-out forward KL", INK),
 }
+
+_INTERVALS = frozenset(f"{name}/ci95" for name in _HELD_OUT)
 
 Points = tuple[list[float], list[float], list[float]]
 """Policy version, minutes of wall time, value."""
@@ -44,8 +46,8 @@ def kl_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str | 
                         points[place], points[2], yerr=errors if len(errors) == len(points[2]) else None,
                         fmt=style, color=colour, markersize=4, linewidth=1.2, elinewidth=1.0, capsize=2.5, label=label,
                     )  # fmt: skip
-            axis.set_ylim(bottom=0)
-            axis.set_xlim(left=0)
+            axis.margins(x=0.02)
+        axes[0].set_ylim(bottom=0, top=1.06 * _top(rows, training, held_out))
         axes[0].set_ylabel("nats per token")
         axes[0].set_xlabel("optimizer steps")
         axes[1].set_xlabel("wall time, minutes")
@@ -70,6 +72,13 @@ def loss_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str 
             axis.set_ylim(bottom=min(0.0, *points[2]) if points[2] else 0.0)
 
     return draw(paint, name="loss", alt="Loss and gradient norm against steps", columns=2, height=2.2)
+
+
+def _top(rows: Sequence[MetricsRow], training: Mapping[str, Points], held_out: Mapping[str, Points]) -> float:
+    """The highest value drawn, with its interval; at least a little, so that an axis can be drawn."""
+    intervals = [value for row in rows for name, value in row.values.items() if name in _INTERVALS]
+    points = [value for series in (*training.values(), *held_out.values()) for value in series[2]]
+    return max(points, default=0.0) + max(filter(math.isfinite, intervals), default=0.0) or 1e-3
 
 
 def smooth(values: Sequence[float], half_width: int | None = None) -> list[float]:

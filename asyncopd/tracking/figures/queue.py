@@ -13,8 +13,8 @@ from asyncopd.tracking.metrics import MetricsRow, under
 from asyncopd.tracking.theme import STAGE_COLOURS, STATE_COLOURS
 
 _PLACES = {
-    "in_flight": ("in flight: being rolled out", STAGE_COLOURS["rollout"]),
-    "in_queue": ("in queue: waiting", STAGE_COLOURS["teacher"]),
+    "in_flight": ("in flight", STAGE_COLOURS["rollout"]),
+    "in_queue": ("in queue", STAGE_COLOURS["teacher"]),
     "training": ("at training", STAGE_COLOURS["learner"]),
 }
 
@@ -33,7 +33,7 @@ def staleness_figure(rows: Sequence[MetricsRow], max_staleness: int) -> str | No
             if total:
                 axis.bar(list(ages), [count / total for count in ages.values()], width=0.72, color=colour)
                 mean = sum(age * count for age, count in ages.items()) / total
-                title += f"   mean {mean:.2f}"
+                title += f", mean {mean:.2f}"
             axis.axvline(max_staleness + 0.5, color=MUTED, linewidth=1.0, linestyle=(0, (3, 3)))
             axis.set_title(title)
             axis.set_xlabel("age, optimizer steps")

@@ -20,6 +20,8 @@ from asyncopd.tracking.theme import IDLE_COLOUR, STAGE_COLOURS
 from asyncopd.tracking.trace import Span, stage_of
 
 _BINS = 60
+_REACH = 2
+"""Bins on either side that a point of the curve averages over, so that it does not follow single batches."""
 _BAR_HEIGHT = 0.62
 _WAIT_HEIGHT = 0.1
 _OTHER_WORK = 0.5
@@ -31,7 +33,7 @@ def busy_figure(spans: Sequence[Span], windows: Sequence[Interval], overall: Sta
     if not windows or overall.wall_s <= 0:
         return None
     bins = _bins(windows)
-    along = [measure(spans, [piece]).busy for piece in bins]
+    along = [measure(spans, bins[max(0, index - _REACH) : index + _REACH + 1]).busy for index in range(len(bins))]
     minutes = _bin_centres(bins)
 
     def paint(axes: Sequence[Axes]) -> None:
