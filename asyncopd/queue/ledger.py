@@ -248,11 +248,16 @@ class Ledger:
 
     def counts(self) -> Counts:
         """Samples by state, from the counters."""
-        by_state = dict(self._connection.execute("SELECT state, n FROM tally").fetchall())
+        # One statement is one snapshot, so the numbers fit together while other processes move samples.
+        found = self._connection.execute(
+            "SELECT 'state', state, n FROM tally UNION ALL SELECT 'reason', reason, n FROM drops WHERE n > 0"
+            " UNION ALL SELECT 'admitted', NULL, n FROM admitted"
+        ).fetchall()
+        by_state = {State(key): count for kind, key, count in found if kind == "state"}
         return Counts(
             **{state.name.lower(): by_state[state] for state in State},
-            admitted=self._connection.execute("SELECT n FROM admitted").fetchone()[0],
-            dropped_by_reason=dict(self._connection.execute("SELECT reason, n FROM drops WHERE n > 0").fetchall()),
+            admitted=next(count for kind, _, count in found if kind == "admitted"),
+            dropped_by_reason={key: count for kind, key, count in found if kind == "reason"},
         )
 
     def check_invariant(self) -> None:
