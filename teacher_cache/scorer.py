@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from teacher_cache.errors import ScoringError
 from teacher_cache.record import CandidateSet, TeacherRecord
 
 
@@ -36,5 +37,8 @@ class Scorer(Protocol):
     def max_context(self) -> int:
         """Longest prompt plus response, in tokens."""
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[TeacherRecord]:
-        """One record a request, in order. ScoringError names the request that cannot be scored."""
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TeacherRecord | ScoringError]:
+        """One result a request, in order: its record, or the error of a request that cannot be scored.
+
+        The error is returned, not raised, so that one poisoned sample does not cost its batch.
+        """

@@ -40,7 +40,7 @@ def make_tiny_llama(seed: int = 0, layers: int = 3) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=HEAD_ROWS, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.3,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
         bos_token_id=EOS - 1, eos_token_id=EOS, pad_token_id=EOS,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -52,7 +52,7 @@ def make_tiny_qwen3(seed: int = 1, layers: int = 3) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=HEAD_ROWS, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False,
-        initializer_range=0.3, bos_token_id=EOS - 1, eos_token_id=EOS, pad_token_id=EOS,
+        initializer_range=0.2, bos_token_id=EOS - 1, eos_token_id=EOS, pad_token_id=EOS,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).eval()
 

@@ -1,0 +1,143 @@
+"""A causal language model in two halves: the body once, the head only where logits are wanted.
+
+Shape suffixes: N sequences, L positions, R rows (positions at which logits are wanted), C ids a row, H hidden size,
+V real vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from teacher_cache.errors import ScoringError
+
+HEAD_ROWS = 128
+"""Rows that go through the head at once: enough for an efficient product, few enough to be small."""
+
+CPU_ROWS = 16
+"""Rows normalised at once on a CPU: few enough that several float32 passes over them stay in the processor's cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LogitRows:
+    """Distributions over the vocabulary at some rows.
+
+    first       index of the first row
+    shifted_RV  float32 logits at the temperature, less their maximum
+    log_z_R     float32 log of the sum of ``exp(shifted_RV)``: logprobs (nats) are ``shifted_RV - log_z_R``
+    probs_RV    float32 probabilities
+    """
+
+    first: int
+    shifted_RV: Tensor
+    log_z_R: Tensor
+    probs_RV: Tensor
+
+    def part(self, start: int, stop: int) -> "LogitRows":
+        """Rows ``start`` to ``stop`` of these."""
+        return LogitRows(
+            first=self.first + start,
+            shifted_RV=self.shifted_RV[start:stop],
+            log_z_R=self.log_z_R[start:stop],
+            probs_RV=self.probs_RV[start:stop],
+        )
+
+    def at(self, ids_RC: Tensor) -> Tensor:
+        """Logprobs (nats, float32) at given ids (int64)."""
+        return self.shifted_RV.gather(1, ids_RC) - self.log_z_R[:, None]
+
+    def all(self) -> Tensor:
+        """Logprobs (nats, float32) of the whole vocabulary."""
+        return self.shifted_RV - self.log_z_R[:, None]
+
+    def entropy(self) -> Tensor:
+        """Entropy (nats, float32)."""
+        return self.log_z_R - torch.linalg.vecdot(self.probs_RV, self.shifted_RV)
+
+
+class CausalHead:
+    """Exact logits of a transformers model at chosen positions, without ever holding [tokens, vocabulary].
+
+    vocabulary   real token ids; head rows beyond them are left out
+
+    ScoringError if body, head, scale and soft-cap as this class knows them do not give the model's own logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        known = config.to_dict()
+        self._model = model
+        self._vocabulary = vocabulary
+        self._scale = float(known.get("logit_scale") or 1.0) / float(known.get("logits_scaling") or 1.0)
+        self._softcap: float | None = known.get("final_logit_softcapping")
+        self.max_context: int = config.max_position_embeddings
+        if not 0 < vocabulary <= config.vocab_size:
+            raise ScoringError(
+                f"vocabulary is {vocabulary}; the model's head has {config.vocab_size} rows: give len(tokenizer)"
+            )
+        self._check()
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @torch.no_grad()
+    def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Final hidden states [N, L, H] of token sequences, padded on the right.
+
+        Causal attention never looks to the right, so the padding needs no mask and changes nothing.
+        """
+        longest = max(len(sequence) for sequence in sequences)
+        ids_NL = torch.zeros((len(sequences), longest), dtype=torch.int64)
+        for row, sequence in zip(ids_NL, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        body = self._model.get_decoder()
+        return body(input_ids=ids_NL.to(self._model.device), use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Logits [R, V] in the model's dtype, scaled and soft-capped, before any temperature."""
+        logits_RV = self._model.get_output_embeddings()(hidden_RH)[:, : self._vocabulary]
+        if self._scale != 1:
+            logits_RV = logits_RV * self._scale
+        if self._softcap is not None:
+            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
+        return logits_RV
+
+    def distributions(self, hidden_RH: Tensor, temperature: float) -> Iterator[LogitRows]:
+        """Distributions at the rows in order, a few rows at a time."""
+        for first in range(0, len(hidden_RH), HEAD_ROWS):
+            logits_RV = self.logits(hidden_RH[first : first + HEAD_ROWS])
+            rows = CPU_ROWS if logits_RV.device.type == "cpu" else HEAD_ROWS
+            for offset in range(0, len(logits_RV), rows):
+                yield normalised(logits_RV[offset : offset + rows], temperature, first=first + offset)
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """An architecture that does something else to its logits must not be scored wrongly in silence."""
+        probe = [0, min(1, self._vocabulary - 1)]
+        own_RV = self.logits(self.hidden([probe])[0]).float()
+        ids = torch.tensor([probe], device=self._model.device)
+        given_RV = self._model(input_ids=ids, use_cache=False).logits[0, :, : self._vocabulary].float()
+        apart = float((own_RV - given_RV).abs().max())
+        if not apart <= 1e-3 * float(given_RV.abs().max()):
+            raise ScoringError(
+                f"the logits of {type(self._model).__name__} are not head(body(tokens)) with its config's scale and "
+                f"soft-cap (they differ by {apart:.3g}); teach CausalHead what this architecture does to them"
+            )
+
+
+def normalised(logits_RV: Tensor, temperature: float, *, first: int = 0) -> LogitRows:
+    """Distributions of logits at ``temperature``, normalised over the vocabulary in float32.
+
+    The maximum is taken off before the division, so that the rounding of large logits is not scaled up.
+    """
+    shifted_RV = logits_RV.float()
+    shifted_RV = shifted_RV - shifted_RV.amax(dim=-1, keepdim=True)
+    if temperature != 1:
+        shifted_RV /= temperature
+    probs_RV = torch.softmax(shifted_RV, dim=-1)
+    # exp(0) / z is the largest probability, so its logarithm gives z without another pass of exponentials.
+    return LogitRows(first=first, shifted_RV=shifted_RV, log_z_R=-probs_RV.amax(dim=-1).log(), probs_RV=probs_RV)
