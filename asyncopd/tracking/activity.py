@@ -4,10 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncopd.tracking.keys import STAGES
-from asyncopd.tracking.trace import RUN, RUN_END, Instant, Span, Trace, stage_of
-
-Interval = tuple[int, int]
-"""Start and end in nanoseconds since the epoch; the end is not part of it."""
+from asyncopd.tracking.trace import Interval, Span, Trace, stage_of
 
 THROUGHPUT_SPAN = {"rollout": "decode", "teacher": "score", "learner": "step"}
 """The span whose tokens are the stage's output; tokens of other spans (an evaluation, say) are not throughput."""
@@ -54,24 +51,14 @@ def measure(spans: Iterable[Span], windows: Sequence[Interval]) -> StageActivity
 
 
 def run_windows(trace: Trace) -> list[Interval]:
-    """The stretches of wall time in which the pipeline flowed, one for each start or resume.
+    """The stretches of wall time that the figures of a run are about: `Trace.flow`.
 
-    Each begins at a "run" instant of the learner and ends at its "run_end" instant, or at the last thing the learner
-    traced before the next "run"; so the time between a kill and the resume is not counted. Without any "run" instant
-    it is all of the trace.
+    Without any "run" instant, all of the trace.
     """
-    marks = sorted(
-        (instant for instant in trace.instants if stage_of(instant.process) == "learner"), key=lambda mark: mark.time_ns
-    )
-    starts = [mark.time_ns for mark in marks if mark.name == RUN]
-    if not starts:
-        times = [time for span in trace.spans for time in (span.start_ns, span.end_ns)]
-        return [(min(times), max(times))] if times else []
-    windows = []
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
-        end = _end_of_window(trace.spans, marks, start, following)
-        windows.append((start, end))
-    return windows
+    if trace.flow:
+        return trace.flow
+    times = [time for span in trace.spans for time in (span.start_ns, span.end_ns)]
+    return [(min(times), max(times))] if times else []
 
 
 def flowed_s(time_ns: int, windows: Sequence[Interval]) -> float:
@@ -155,14 +142,3 @@ def _tokens(stage: str, spans: Sequence[Span], windows: Sequence[Interval]) -> f
         inside = length(intersect([(span.start_ns, span.end_ns)], windows))
         total += tokens * (inside / whole if whole else 1.0)
     return total
-
-
-def _end_of_window(spans: Sequence[Span], marks: Sequence[Instant], start: int, following: int | None) -> int:
-    def belongs(time: int) -> bool:
-        return time >= start and (following is None or time < following)
-
-    for mark in marks:
-        if mark.name == RUN_END and belongs(mark.time_ns):
-            return mark.time_ns
-    learner = [span.end_ns for span in spans if span.stage == "learner" and belongs(span.end_ns)]
-    return max([start, *learner, *(mark.time_ns for mark in marks if belongs(mark.time_ns))])

@@ -19,8 +19,8 @@ def before_after_table(
 
     The answers are to prompts that both evaluations have kept, in the order of the first.
     """
-    figures = Table(title="Held-out prompts, before and after", title_justify="left", title_style="bold", box=None)
-    figures.add_column("", style="dim", no_wrap=True)
+    figures = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    figures.add_column("held-out prompts", style="dim", no_wrap=True)
     for heading in ("before", "after", "change"):
         figures.add_column(heading, justify="right", no_wrap=True)
     figures.add_row("reverse KL, nats per token", *_row(before.reverse_kl, after.reverse_kl, 3, lower_is_better=True))

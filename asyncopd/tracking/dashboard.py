@@ -22,6 +22,8 @@ _STATE_STYLE = {
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 20
+_LOSSES = 200
+"""Steps that the loss curve on the terminal goes back."""
 
 
 def render(snapshot: RunSnapshot) -> RenderableType:
@@ -43,9 +45,10 @@ def plain_line(snapshot: RunSnapshot) -> str:
     parts = [f"step {snapshot.policy_version}/{facts.steps}", duration(snapshot.elapsed_s)]
     if snapshot.left_s is not None:
         parts[-1] += f" (about {duration(snapshot.left_s)} left)"
-    for name in (keys.LOSS, keys.DIVERGENCE):
-        if name in snapshot.metrics:
-            parts.append(f"{name} {snapshot.metrics[name]:.3f}")
+    if snapshot.losses:
+        parts.append(f"loss {snapshot.losses[-1]:.3f}")
+    if snapshot.divergence is not None:
+        parts.append(f"divergence {snapshot.divergence:.3f}")
     if snapshot.held_out:
         point = snapshot.held_out[-1]
         parts.append(f"held-out KL {point.mean:.3f} at {point.policy_version}")
@@ -153,9 +156,11 @@ def _learning(snapshot: RunSnapshot) -> RenderableType:
     grid.add_row("policy version", f"{snapshot.policy_version}")
     grid.add_row("staleness", _staleness(snapshot))
     if snapshot.losses:
-        grid.add_row("loss", Text.assemble(f"{snapshot.losses[-1]:.4f}  ", (sparkline(snapshot.losses), IDLE_COLOUR)))
-    if keys.DIVERGENCE in snapshot.metrics:
-        grid.add_row("divergence", f"{snapshot.metrics[keys.DIVERGENCE]:.4f} nats per token, on the last batch")
+        grid.add_row(
+            "loss", Text.assemble(f"{snapshot.losses[-1]:.4f}  ", (sparkline(snapshot.losses[-_LOSSES:]), IDLE_COLOUR))
+        )
+    if snapshot.divergence is not None:
+        grid.add_row("divergence", f"{snapshot.divergence:.4f} nats per token, on the last batch")
     if snapshot.held_out:
         first, newest = snapshot.held_out[0], snapshot.held_out[-1]
         text = f"{newest.mean:.3f} ± {newest.ci95:.3f} at version {newest.policy_version}"

@@ -6,7 +6,7 @@ happen: `rewind(V)` appends a mark, the rows stay in the file, and readers skip 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -112,10 +112,14 @@ class MetricsLog:
 
 
 class MetricsFollower:
-    """Reads the rows of a running run bit by bit; `rows` holds those of the timeline that counts."""
+    """Reads the rows of a running run bit by bit; `rows` holds those of the timeline that counts.
 
-    def __init__(self, run_dir: Path) -> None:
+    names   keep only these values of a row, so that watching a long run takes little memory; None keeps all
+    """
+
+    def __init__(self, run_dir: Path, names: Collection[str] | None = None) -> None:
         self._file = JsonLinesFollower(Path(run_dir) / METRICS_FILE)
+        self._names = names
         self.rows: list[MetricsRow] = []
 
     def read(self) -> list[MetricsRow]:
@@ -123,7 +127,7 @@ class MetricsFollower:
             if "rewind" in record:
                 self.rows = [row for row in self.rows if row.policy_version <= record["rewind"]]
             elif "policy_version" in record:
-                self.rows.append(_row(record))
+                self.rows.append(_row(record, self._names))
         return self.rows
 
 
@@ -191,8 +195,9 @@ def _estimates(held_out: HeldOutLike) -> dict[str, EstimateLike]:
     }
 
 
-def _row(record: Mapping[str, Any]) -> MetricsRow:
-    numbers = ((name, as_float(value)) for name, value in record.items() if name not in ("policy_version", "time"))
+def _row(record: Mapping[str, Any], names: Collection[str] | None) -> MetricsRow:
+    kept = record.keys() - {"policy_version", "time"} if names is None else record.keys() & names
+    numbers = ((name, as_float(record[name])) for name in record if name in kept)
     values = {name: value for name, value in numbers if value is not None}
     return MetricsRow(policy_version=record["policy_version"], time=record["time"], values=values)
 

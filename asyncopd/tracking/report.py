@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from asyncopd.tracking.activity import Interval, flowed_s, measure, run_windows
+from asyncopd.tracking.activity import flowed_s, measure, run_windows
 from asyncopd.tracking.chrome_trace import CHROME_TRACE
 from asyncopd.tracking.dashboard import duration
 from asyncopd.tracking.figures.learning import kl_figure, loss_figure
@@ -17,7 +17,7 @@ from asyncopd.tracking.metrics import Evaluation, read_evaluations, read_metrics
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import EstimateFigure, RunSummary, summarize
 from asyncopd.tracking.theme import STAGE_COLOURS
-from asyncopd.tracking.trace import Span, read_trace
+from asyncopd.tracking.trace import Interval, Span, read_trace
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"

@@ -1,23 +1,24 @@
 """The state of a running or finished run, read from its files alone."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from asyncopd.tracking import keys
-from asyncopd.tracking.activity import StageActivity, measure, run_windows
+from asyncopd.tracking.activity import StageActivity, length, measure, run_windows
 from asyncopd.tracking.liveness import is_alive
-from asyncopd.tracking.metrics import MetricsFollower, MetricsRow, last, under
+from asyncopd.tracking.metrics import MetricsFollower, MetricsRow, last
 from asyncopd.tracking.queue_status import QueueStatus, read_queue
 from asyncopd.tracking.run_facts import RunFacts
-from asyncopd.tracking.trace import ProcessRecord, Span, Trace, TraceFollower, stage_of
+from asyncopd.tracking.trace import Interval, ProcessRecord, Trace, TraceFollower, read_trace, stage_of
 
 RECENT_S = 30.0
 """Length of the window over which throughput and busy fraction of a running run are taken, seconds."""
 
 RunState = Literal["starting", "running", "finished", "stopped", "dead"]
+_LIVE: tuple[RunState, ...] = ("starting", "running")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +54,12 @@ class RunSnapshot:
                     did not say that it ended
     elapsed_s       wall time in which the pipeline flowed, seconds, without pauses between a stop and a resume
     left_s          expected time to the last step from the recent pace, seconds; None when unknown
-    activity        over the last `RECENT_S` of a running run, over all of a run that is not running
+    activity        over the last `RECENT_S` of a run that is starting or running, over all of any other
     queue           None while there is no ledger
     staleness_mean  of the samples in the last step, optimizer steps; None before the first
     staleness_max   the largest of all steps so far
-    metrics         newest value of every metric
-    losses          the last losses, oldest first, for a sparkline
+    divergence      newest estimate on a training batch, nats per token; None where the objective gives none
+    losses          the losses, oldest first
     """
 
     facts: RunFacts
@@ -71,7 +72,7 @@ class RunSnapshot:
     queue: QueueStatus | None = None
     staleness_mean: float | None = None
     staleness_max: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    divergence: float | None = None
     losses: Sequence[float] = ()
     held_out: Sequence[HeldOutPoint] = ()
 
@@ -81,16 +82,29 @@ class RunSnapshot:
         return RunWatcher(run_dir).snapshot()
 
 
+_WATCHED = frozenset(
+    {
+        keys.LOSS,
+        keys.DIVERGENCE,
+        keys.STALENESS_MEAN,
+        keys.STALENESS_MAX,
+        f"{keys.HELD_OUT_REVERSE_KL}/mean",
+        f"{keys.HELD_OUT_REVERSE_KL}/ci95",
+    }
+)
+
+
 class RunWatcher:
     """Takes snapshots of one run; each reads only what was written since the one before."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
         self._facts = RunFacts.read(run_dir)
-        self._metrics = MetricsFollower(run_dir)
-        self._trace = TraceFollower(run_dir)
-        self._run_dir = run_dir
+        self._metrics = MetricsFollower(run_dir, _WATCHED)
+        self._trace = TraceFollower(run_dir, keep_s=2 * RECENT_S)
 
     def snapshot(self) -> RunSnapshot:
+        """The state now."""
         now_ns = time.time_ns()
         rows = self._metrics.read()
         trace = self._trace.read()
@@ -99,25 +113,31 @@ class RunWatcher:
         processes = [_status(record, trace, now_ns) for _, record in sorted(trace.processes.items())]
         state = _state(processes, version, self._facts.steps)
         windows = run_windows(trace)
-        if state == "running":
-            windows = [*windows[:-1], (windows[-1][0], now_ns)] if windows else [(now_ns, now_ns)]
-        metrics = {name: value for row in rows for name, value in row.values.items()}
+        if state in _LIVE and windows:
+            windows = [*windows[:-1], (windows[-1][0], now_ns)]
         worst = [row.values[keys.STALENESS_MAX] for row in rows if keys.STALENESS_MAX in row.values]
         return RunSnapshot(
             facts=self._facts,
             state=state,
             policy_version=version,
-            elapsed_s=sum(end - start for start, end in windows) / 1e9,
+            elapsed_s=length(windows) / 1e9,
             left_s=_left_s(rows, self._facts.steps, version) if state == "running" else None,
-            activity=_activity(trace, windows, now_ns) if state == "running" else measure(trace.spans, windows),
+            activity=self._activity(state, trace, windows, now_ns),
             processes=processes,
             queue=queue,
             staleness_mean=last(rows, keys.STALENESS_MEAN),
             staleness_max=max(worst, default=None),
-            metrics=metrics,
-            losses=[row.values[keys.LOSS] for row in rows[-240:] if keys.LOSS in row.values],
+            divergence=last(rows, keys.DIVERGENCE),
+            losses=[row.values[keys.LOSS] for row in rows if keys.LOSS in row.values],
             held_out=_held_out(rows),
         )
+
+    def _activity(self, state: RunState, trace: Trace, windows: Sequence[Interval], now_ns: int) -> StageActivity:
+        if state in _LIVE:
+            begin = windows[-1][0] if windows else now_ns - int(RECENT_S * 1e9)
+            return _recent_activity(trace, begin, now_ns)
+        whole = read_trace(self._run_dir)
+        return measure(whole.spans, run_windows(whole))
 
 
 def _status(record: ProcessRecord, trace: Trace, now_ns: int) -> ProcessStatus:
@@ -142,14 +162,11 @@ def _state(processes: Sequence[ProcessStatus], version: int, steps: int) -> RunS
     return "running" if version > 0 else "starting"
 
 
-def _activity(trace: Trace, windows: Sequence[tuple[int, int]], now_ns: int) -> StageActivity:
-    """Over the last seconds; what is open counts as work (or wait) up to now, its tokens only once it closes."""
-    start = max(windows[-1][0], now_ns - int(RECENT_S * 1e9))
+def _recent_activity(trace: Trace, begin: int, now_ns: int) -> StageActivity:
+    """Over the last seconds since `begin`; an open span counts up to now, its tokens only once it closes."""
+    start = max(begin, now_ns - int(RECENT_S * 1e9))
     recent = [span for span in trace.spans if span.end_ns > start]
-    recent += [
-        Span(process=span.process, thread=span.thread, name=span.name, start_ns=span.start_ns, end_ns=now_ns)
-        for span in trace.open_spans.values()
-    ]
+    recent += [replace(span, end_ns=now_ns) for span in trace.open_spans.values()]
     return measure(recent, [(start, now_ns)])
 
 
@@ -164,14 +181,16 @@ def _left_s(rows: Sequence[MetricsRow], steps: int, version: int) -> float | Non
 
 
 def _held_out(rows: Sequence[MetricsRow]) -> list[HeldOutPoint]:
-    points = []
-    for row in rows:
-        estimate = under(row.values, keys.HELD_OUT_REVERSE_KL)
-        if "mean" in estimate:
-            points.append(
-                HeldOutPoint(policy_version=row.policy_version, mean=estimate["mean"], ci95=estimate.get("ci95", 0.0))
-            )
-    return points
+    name = f"{keys.HELD_OUT_REVERSE_KL}/mean"
+    return [
+        HeldOutPoint(
+            policy_version=row.policy_version,
+            mean=row.values[name],
+            ci95=row.values.get(f"{keys.HELD_OUT_REVERSE_KL}/ci95", 0.0),
+        )
+        for row in rows
+        if name in row.values
+    ]
 
 
 def _last_version(rows: Sequence[MetricsRow]) -> int:

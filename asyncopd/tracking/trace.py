@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,9 +20,14 @@ from asyncopd.tracking.jsonl import JsonLinesFollower, JsonLinesWriter
 from asyncopd.tracking.liveness import process_birth
 
 TRACE_FOLDER = "trace"
+LEARNER = "learner"
+"""The process that says when the pipeline flows."""
 WAIT = "wait"
 RUN = "run"
 RUN_END = "run_end"
+
+Interval = tuple[int, int]
+"""Start and end in nanoseconds since the epoch; the end is not part of it."""
 _STAGE_OF_PREFIX = {"rollout": "rollout", "scorer": "teacher", "learner": "learner"}
 
 
@@ -136,12 +141,21 @@ class Tracer:
 
 @dataclass(kw_only=True, slots=True)
 class Trace:
-    """What the processes of a run have written so far. `open_spans` holds the ones in progress, ending at start."""
+    """What the processes of a run have written so far.
+
+    open_spans   the spans in progress, ending where they start
+    processes    the newest incarnation of each process
+    flow         the stretches of time in which the pipeline flowed, one for each start or resume: from a "run" instant
+                 of the learner to its "run_end", or to the last thing that it traced before the next "run"; so the
+                 time between a kill and the resume is left out
+    """
 
     spans: list[Span] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
     open_spans: dict[tuple[str, int], Span] = field(default_factory=dict)
     processes: dict[str, ProcessRecord] = field(default_factory=dict)
+    flow: list[Interval] = field(default_factory=list)
+    _flowing: bool = False
 
     def take(self, process: str, record: dict[str, Any]) -> None:
         """Add one record of a process's file; a record of an unknown kind is ignored."""
@@ -152,36 +166,29 @@ class Trace:
                     process=process, pid=record["pid"], birth=record["birth"], ended=False
                 )
             case "open":
-                start = record["start_ns"]
-                self.open_spans[process, record["serial"]] = Span(
-                    process=process, thread=record["thread"], name=record["name"], start_ns=start, end_ns=start
-                )
+                span = _span(process, {**record, "end_ns": record["start_ns"], "numbers": {}})
+                self.open_spans[process, record["serial"]] = span
             case "span":
                 self.open_spans.pop((process, record["serial"]), None)
-                self.spans.append(
-                    Span(
-                        process=process,
-                        thread=record["thread"],
-                        name=record["name"],
-                        start_ns=record["start_ns"],
-                        end_ns=record["end_ns"],
-                        numbers=record["numbers"],
-                    )
-                )
+                self.spans.append(_span(process, record))
+                self._follow_flow(process, record["name"], record["end_ns"])
             case "instant":
-                self.instants.append(
-                    Instant(
-                        process=process,
-                        thread=record["thread"],
-                        name=record["name"],
-                        time_ns=record["time_ns"],
-                        numbers=record["numbers"],
-                    )
-                )
+                self.instants.append(_instant(process, record))
+                self._follow_flow(process, record["name"], record["time_ns"])
             case "end":
                 self._forget_open(process)
-                known = self.processes[process]
-                self.processes[process] = ProcessRecord(process=process, pid=known.pid, birth=known.birth, ended=True)
+                self.processes[process] = replace(self.processes[process], ended=True)
+
+    def _follow_flow(self, process: str, name: str, time_ns: int) -> None:
+        if process != LEARNER:
+            return
+        if name == RUN:
+            self.flow.append((time_ns, time_ns))
+            self._flowing = True
+        elif self._flowing:
+            start, end = self.flow[-1]
+            self.flow[-1] = (start, max(end, time_ns))
+            self._flowing = name != RUN_END
 
     def _forget_open(self, process: str) -> None:
         for key in [key for key in self.open_spans if key[0] == process]:
@@ -189,11 +196,16 @@ class Trace:
 
 
 class TraceFollower:
-    """Reads the trace of a running run bit by bit; `trace` grows with every `read`."""
+    """Reads the trace of a running run bit by bit; `trace` grows with every `read`.
 
-    def __init__(self, run_dir: Path) -> None:
+    keep_s   forget closed spans that ended longer ago, seconds, so that watching a long run takes no memory; None keeps
+             all
+    """
+
+    def __init__(self, run_dir: Path, keep_s: float | None = None) -> None:
         self._folder = Path(run_dir) / TRACE_FOLDER
         self._files: dict[str, JsonLinesFollower] = {}
+        self._keep_s = keep_s
         self.trace = Trace()
 
     def read(self) -> Trace:
@@ -201,9 +213,33 @@ class TraceFollower:
             follower = self._files.setdefault(path.stem, JsonLinesFollower(path))
             for record in follower.read():
                 self.trace.take(path.stem, record)
+        if self._keep_s is not None:
+            horizon = time.time_ns() - int(self._keep_s * 1e9)
+            self.trace.spans = [span for span in self.trace.spans if span.end_ns >= horizon]
         return self.trace
 
 
 def read_trace(run_dir: Path) -> Trace:
     """Everything that the processes of a run have traced; empty when there is no trace."""
     return TraceFollower(run_dir).read()
+
+
+def _span(process: str, record: dict[str, Any]) -> Span:
+    return Span(
+        process=process,
+        thread=record["thread"],
+        name=record["name"],
+        start_ns=record["start_ns"],
+        end_ns=record["end_ns"],
+        numbers=record["numbers"],
+    )
+
+
+def _instant(process: str, record: dict[str, Any]) -> Instant:
+    return Instant(
+        process=process,
+        thread=record["thread"],
+        name=record["name"],
+        time_ns=record["time_ns"],
+        numbers=record["numbers"],
+    )

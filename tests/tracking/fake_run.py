@@ -193,9 +193,8 @@ def _write_rows(path: Path, rows: list[dict], origin: float) -> None:
 
 def _write_traces(run_dir: Path, events: dict[str, list], origin: float, *, finished: bool) -> None:
     for process in ("rollout-0", "rollout-1", "scorer-0", "learner"):
-        own = [{"at": event["start"], "event": event} for event in events["spans"] if event["process"] == process] + [
-            {"at": mark["time"], "event": mark} for mark in events["marks"] if mark["process"] == process
-        ]
+        own = [{"at": mark["time"], "event": mark} for mark in events["marks"] if mark["process"] == process]
+        own += [{"at": event["start"], "event": event} for event in events["spans"] if event["process"] == process]
         clock = _Clock(origin)
         with _clocked(clock):
             tracer = trace.Tracer(run_dir, process)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from asyncopd.tracking import keys
-from asyncopd.tracking.activity import Interval, flowed_s
+from asyncopd.tracking.activity import flowed_s
 from asyncopd.tracking.figures.canvas import INK, MUTED, draw, legend_above
 from asyncopd.tracking.metrics import MetricsRow
+from asyncopd.tracking.trace import Interval
 
 _SERIES = "#766dd0"
 _HELD_OUT = {

@@ -7,10 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from asyncopd.tracking import keys
-from asyncopd.tracking.activity import Interval, flowed_s
+from asyncopd.tracking.activity import flowed_s
 from asyncopd.tracking.figures.canvas import MUTED, draw, legend_above
 from asyncopd.tracking.metrics import MetricsRow, under
 from asyncopd.tracking.theme import STAGE_COLOURS, STATE_COLOURS
+from asyncopd.tracking.trace import Interval
 
 _PLACES = {
     "in_flight": ("in flight", STAGE_COLOURS["rollout"]),

@@ -10,14 +10,13 @@ from matplotlib.ticker import PercentFormatter
 from asyncopd.tracking import keys
 from asyncopd.tracking.activity import (
     THROUGHPUT_SPAN,
-    Interval,
     StageActivity,
     length,
     measure,
 )
 from asyncopd.tracking.figures.canvas import GROUND, INK, MUTED, draw, legend_above
 from asyncopd.tracking.theme import IDLE_COLOUR, STAGE_COLOURS
-from asyncopd.tracking.trace import Span, stage_of
+from asyncopd.tracking.trace import Interval, Span, stage_of
 
 _BINS = 60
 _REACH = 2

@@ -1,0 +1,95 @@
+"""Busy fractions and overlap are exact."""
+
+import random
+
+from asyncopd.tracking.activity import covered_at_least, flowed_s, intersect, length, measure, subtract, union
+from asyncopd.tracking.trace import Span
+
+
+def span(process: str, name: str, start: float, end: float, thread: str = "main", **numbers: float) -> Span:
+    return Span(
+        process=process, thread=thread, name=name, start_ns=int(start * 1e9), end_ns=int(end * 1e9), numbers=numbers
+    )
+
+
+def window(start: float, end: float) -> list[tuple[int, int]]:
+    return [(int(start * 1e9), int(end * 1e9))]
+
+
+def test_overlap_is_exact_on_known_intervals():
+    spans = [
+        span("rollout-0", "decode", 0, 4),
+        span("scorer-0", "score", 3, 6),  # overlaps 3..4
+        span("learner", "step", 5, 8),  # overlaps 5..6
+        span("rollout-0", "decode", 5.5, 7),  # overlaps 6..7; three at once from 5.5 to 6 count once
+    ]
+    activity = measure(spans, window(0, 10))
+    assert activity.overlap == 0.3
+    assert activity.busy == {"rollout": 0.55, "teacher": 0.3, "learner": 0.3}
+
+
+def test_two_processes_of_one_stage_do_not_make_an_overlap():
+    spans = [span("rollout-0", "decode", 0, 4), span("rollout-1", "decode", 0, 4)]
+    assert measure(spans, window(0, 4)).overlap == 0
+
+
+def test_busy_is_the_mean_over_the_processes_of_a_stage():
+    spans = [span("rollout-0", "decode", 0, 4), span("rollout-1", "decode", 0, 1)]
+    assert measure(spans, window(0, 4)).busy["rollout"] == (1 + 0.25) / 2
+
+
+def test_a_wait_is_idle_also_inside_a_span_of_work():
+    spans = [span("learner", "step", 0, 10), span("learner", "wait", 2, 5)]
+    assert measure(spans, window(0, 10)).busy["learner"] == 0.7
+
+
+def test_a_wait_in_one_thread_does_not_hide_the_work_of_another():
+    spans = [span("learner", "wait", 0, 10), span("learner", "publish", 2, 5, thread="publisher")]
+    assert measure(spans, window(0, 10)).busy["learner"] == 0.3
+
+
+def test_nested_spans_count_once():
+    spans = [span("learner", "step", 0, 4), span("learner", "publish", 1, 3)]
+    assert measure(spans, window(0, 8)).busy["learner"] == 0.5
+
+
+def test_tokens_of_a_span_over_the_edge_count_in_proportion():
+    spans = [span("rollout-0", "decode", 0, 10, tokens=100)]
+    assert measure(spans, window(5, 15)).tokens_per_s["rollout"] == 5.0
+
+
+def test_tokens_of_an_evaluation_are_not_throughput():
+    spans = [span("learner", "step", 0, 1, tokens=10), span("learner", "evaluate", 1, 2, tokens=999)]
+    assert measure(spans, window(0, 2)).tokens_per_s["learner"] == 5.0
+
+
+def test_work_outside_the_windows_does_not_count():
+    spans = [span("learner", "step", 0, 100)]
+    pause = window(0, 1) + window(50, 51)
+    activity = measure(spans, pause)
+    assert activity.wall_s == 2
+    assert activity.busy["learner"] == 1
+
+
+def test_an_empty_window_gives_zeros():
+    assert measure([span("learner", "step", 0, 1)], []).busy["learner"] == 0
+
+
+def test_interval_operations_agree_with_counting_points():
+    generator = random.Random(0)
+    for _ in range(200):
+        layers = [
+            union((start, start + generator.randint(0, 9)) for start in generator.choices(range(30), k=4))
+            for _ in range(3)
+        ]
+        points = [{point for start, end in layer for point in range(start, end)} for layer in layers]
+        assert {p for s, e in intersect(layers[0], layers[1]) for p in range(s, e)} == points[0] & points[1]
+        assert {p for s, e in subtract(layers[0], layers[1]) for p in range(s, e)} == points[0] - points[1]
+        twice = {p for p in range(50) if sum(p in layer for layer in points) >= 2}
+        assert {p for s, e in covered_at_least(2, layers) for p in range(s, e)} == twice
+        assert length(layers[2]) == len(points[2])
+
+
+def test_flowed_time_leaves_pauses_out():
+    windows = window(10, 20) + window(100, 110)
+    assert [flowed_s(int(t * 1e9), windows) for t in (0, 15, 50, 105, 500)] == [0, 5, 10, 15, 20]
