@@ -207,6 +207,7 @@ class _StopRequests:
     def __init__(self) -> None:
         self.children: list[subprocess.Popen[bytes]] = []
         self.asked = False
+        self.passed_on = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -232,8 +233,11 @@ class _StopRequests:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        for child in self.children:
-            child.send_signal(signal.SIGTERM)
+        # Supervisors repeat themselves (timeout signals its child, then its group); the learner may count requests.
+        if not self.passed_on:
+            self.passed_on = True
+            for child in self.children:
+                child.send_signal(signal.SIGTERM)
 
 
 def supervise(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:

@@ -136,6 +136,8 @@ def test_sigterm_to_the_launcher_alone_is_passed_on(learner: Path, tmp_path: Pat
     with terminal(SUPERVISE, "1", str(learner), str(tmp_path)) as (launcher, _):
         until((tmp_path / "pid-0").exists)
         launcher.terminate()
+        until((tmp_path / "stopping-0").exists)
+        launcher.terminate()
         assert launcher.wait(10) == 0
         assert (tmp_path / "checkpoint-0").read_text() == "SIGTERM"
 
