@@ -50,11 +50,12 @@ class TransformersEngine:
 
     What a token is depends on (run seed, uid, position) and the distribution it is drawn from, never on the other rows.
 
-    model        a loaded causal language model, or the directory of one
+    model        a loaded causal language model, taken as it is and put into evaluation mode, or the directory of one
     vocabulary   real token ids of the tokenizer; head rows beyond them can neither be drawn nor be candidates
     eos_token_ids   tokens that end an answer, besides ``sampling.stop_token_ids``
     design       spec of the support design that draws the student's candidates, or None where none are needed
     temperature  of the objective: candidates come from the untruncated softmax at this temperature
+    dtype, device   for a model that is loaded from a directory
     version      policy version of the weights that the model already holds; -1 admits no request before a load
 
     ConfigError for a model that keeps more than keys and values (no linear attention), and for a design that reuses
@@ -76,9 +77,9 @@ class TransformersEngine:
         version: int = -1,
     ) -> None:
         if isinstance(model, (str, Path)):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        self._model = model.to(device=device, dtype=dtype).eval()
-        self._device = torch.device(device)
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+        self._model = model.eval()
+        self._device = self._model.device
         self._vocabulary = vocabulary
         self._end_ids = tuple(dict.fromkeys((*eos_token_ids, *sampling.stop_token_ids)))
         self._sampling = sampling

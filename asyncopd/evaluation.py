@@ -1,0 +1,198 @@
+"""How far a student is from its teacher on its own fresh answers to held-out prompts.
+
+Shape suffixes: R response positions of a batch, V vocabulary, N answers.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from asyncopd.errors import ConfigError
+from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.rollout.transformers_engine import TransformersEngine
+from asyncopd.types import Prompt, Rollout, RolloutRequest
+from teacher_cache.causal_head import CausalHead
+
+EVALUATION_SEED = 20_011
+"""Seeds the answers of every evaluation, so that before and after differ by the weights and not by luck."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """Held-out evaluation.
+
+    prompts         held-out prompts that are answered; 0 switches evaluation off
+    every           optimizer steps between evaluations; 0 evaluates before the first and after the last step only
+    max_new_tokens  longest answer; None takes the run's ``sampling.max_new_tokens``
+    batch           answers that are generated and compared at once
+    """
+
+    prompts: int = 40
+    every: int = 0
+    max_new_tokens: int | None = None
+    batch: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("prompts", self.prompts, 0),
+            ("every", self.every, 0),
+            ("max_new_tokens", 1 if self.max_new_tokens is None else self.max_new_tokens, 1),
+            ("batch", self.batch, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"evaluation.{name} is {value}; expected {least} or more: raise it")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A mean and the half-width of its 95% interval; NaN half-width where one answer gives no interval."""
+
+    mean: float
+    ci95: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """What one evaluation found.
+
+    reverse_kl, forward_kl   nats per response token, mean over all tokens
+    mean_length     response tokens an answer
+    eos_share       share of answers that ended by themselves, 0 to 1
+    samples         (prompt text, answer text) of every answer
+    """
+
+    reverse_kl: Estimate
+    forward_kl: Estimate
+    mean_length: Estimate
+    eos_share: float
+    samples: tuple[tuple[str, str], ...]
+
+
+def held_out_kl(
+    student: PreTrainedModel | Path | str,
+    teacher: PreTrainedModel | Path | str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    temperature: float = 1.0,
+    batch: int = 20,
+    seed: int = EVALUATION_SEED,
+    dtype: torch.dtype | None = None,
+) -> HeldOut:
+    """Exact KL between student and teacher on fresh answers of the student.
+
+    At every response position both KLs are summed over the whole real vocabulary (``len(tokenizer)``), normalised in
+    float32; nothing is sampled but the answers, and no KL is clamped. The mean is over all response tokens; its
+    interval treats answers as clusters, by the delta method for a ratio of sums: with ``s_i`` the KL summed over
+    answer i, ``n_i`` its tokens and ``m = sum s / sum n``,
+
+        var(m) = N / (N - 1) * sum_i (s_i - m * n_i)^2 / (sum_i n_i)^2,    half-width 1.96 * sqrt(var(m)).
+
+    temperature  of the divergence; answers are drawn as ``sampling`` says
+    dtype        in which both models run; None leaves loaded models as they are. A model that must change is copied
+
+    ConfigError if there are no prompts.
+    """
+    if not prompts:
+        raise ConfigError("no held-out prompts to evaluate on; give some, or set evaluation.prompts to 0")
+    vocabulary = len(tokenizer)
+    student, teacher = _model(student, dtype), _model(teacher, dtype)
+    modes = [(model, model.training) for model in (student, teacher)]
+    try:
+        engine = TransformersEngine(
+            student.eval(),
+            vocabulary=vocabulary,
+            eos_token_ids=eos_token_ids,
+            sampling=sampling,
+            run_seed=seed,
+            version=0,
+        )
+        rollouts = _answers(engine, prompts, batch)
+        heads = CausalHead(student, vocabulary), CausalHead(teacher.eval(), vocabulary)
+        sums_N2 = torch.zeros((len(rollouts), 2), dtype=torch.float64)
+        by_length = sorted(range(len(rollouts)), key=lambda index: len(_tokens(rollouts[index])))
+        for first in range(0, len(rollouts), batch):
+            indices = by_length[first : first + batch]
+            sums_N2[indices] = _summed_kl(heads, [rollouts[index] for index in indices], temperature)
+    finally:
+        for model, training in modes:
+            model.train(training)
+    lengths_N = torch.tensor([len(rollout.response_ids_T) for rollout in rollouts], dtype=torch.float64)
+    texts = [tokenizer.decode(rollout.response_ids_T.tolist(), skip_special_tokens=True) for rollout in rollouts]
+    return HeldOut(
+        reverse_kl=ratio_estimate(sums_N2[:, 0], lengths_N),
+        forward_kl=ratio_estimate(sums_N2[:, 1], lengths_N),
+        mean_length=ratio_estimate(lengths_N, torch.ones_like(lengths_N)),
+        eos_share=sum(rollout.finish == "eos" for rollout in rollouts) / len(rollouts),
+        samples=tuple((prompt.text, text) for prompt, text in zip(prompts, texts, strict=True)),
+    )
+
+
+def ratio_estimate(sums_N: Tensor, counts_N: Tensor) -> Estimate:
+    """``sum(sums) / sum(counts)`` over clusters, with its 95% half-width (formula: ``held_out_kl``)."""
+    clusters, total = len(counts_N), counts_N.sum()
+    mean = sums_N.sum() / total
+    if clusters < 2:
+        return Estimate(mean=float(mean), ci95=math.nan)
+    variance = clusters / (clusters - 1) * ((sums_N - mean * counts_N) ** 2).sum() / total**2
+    return Estimate(mean=float(mean), ci95=1.96 * float(variance.sqrt()))
+
+
+def _model(model: PreTrainedModel | Path | str, dtype: torch.dtype | None) -> PreTrainedModel:
+    if isinstance(model, (str, Path)):
+        return AutoModelForCausalLM.from_pretrained(model, dtype="auto" if dtype is None else dtype)
+    return model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
+
+
+def _answers(engine: TransformersEngine, prompts: Sequence[Prompt], batch: int) -> list[Rollout]:
+    """One answer a prompt, in order; as answers end, the next prompts take their places."""
+    waiting = [
+        RolloutRequest(uid=f"held-out-{place}", prompt_ids=prompt.token_ids, min_version=0)
+        for place, prompt in enumerate(prompts)
+    ]
+    order = [request.uid for request in waiting]
+    done: dict[str, Rollout] = {}
+    while waiting or engine.in_flight:
+        free = batch - engine.in_flight
+        engine.submit(waiting[:free])
+        waiting = waiting[free:]
+        done |= {rollout.uid: rollout for rollout in engine.step()}
+    return [done[uid] for uid in order]
+
+
+def _tokens(rollout: Rollout) -> list[int]:
+    return [*rollout.prompt_ids, *rollout.response_ids_T[:-1].tolist()]
+
+
+@torch.no_grad()
+def _summed_kl(heads: tuple[CausalHead, CausalHead], rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+    """Reverse and forward KL (nats) of each answer, summed over its tokens: float64 [N, 2]."""
+    hidden = []
+    for head in heads:
+        states_NLH = head.hidden([_tokens(rollout) for rollout in rollouts])
+        # The state after token i gives the distribution of token i + 1.
+        hidden.append(
+            torch.cat(
+                [
+                    states_LH[len(rollout.prompt_ids) - 1 : len(_tokens(rollout))]
+                    for states_LH, rollout in zip(states_NLH, rollouts, strict=True)
+                ]
+            )
+        )
+    per_token = []
+    rows = [head.distributions(states_RH, temperature) for head, states_RH in zip(heads, hidden, strict=True)]
+    for student, teacher in zip(*rows, strict=True):
+        apart_RV = student.all() - teacher.all()
+        reverse_R = torch.linalg.vecdot(student.probs_RV, apart_RV)
+        forward_R = -torch.linalg.vecdot(teacher.probs_RV, apart_RV)
+        per_token.append(torch.stack([reverse_R, forward_R], dim=1).double().cpu())
+    lengths = [len(rollout.response_ids_T) for rollout in rollouts]
+    return torch.stack([answer_T2.sum(0) for answer_T2 in torch.cat(per_token).split(lengths)])
