@@ -129,6 +129,7 @@ def learner_environment(options: LaunchOptions) -> tuple[dict[str, str], int]:
     import torch
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import check_cuda_p2p_ib_support
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     on_cpu = options.cpu or not torch.cuda.is_available()
@@ -154,6 +155,9 @@ def learner_environment(options: LaunchOptions) -> tuple[dict[str, str], int]:
         _, environment = prepare_simple_launcher_cmd_env(args)
     else:
         environment = prepare_multi_gpu_env(args)
+        if not check_cuda_p2p_ib_support():
+            # On such cards accelerate refuses to start a group unless the launcher has switched both off.
+            environment = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | environment
     environment["ACCELERATE_USE_CPU"] = str(use_cpu)
     # accelerate asks Intel's OpenMP to pin threads from core 0 on; learner and workers would all share that core.
     environment.pop("KMP_AFFINITY", None)

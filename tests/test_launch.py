@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import accelerate.utils
 import pytest
+import torch
 
 from asyncopd.errors import ConfigError
 from asyncopd.launch import LaunchOptions, learner_environment, parse_options, rank_environments
 
+CONFIGS = Path(__file__).parent.parent / "asyncopd" / "accelerate_config"
 LAUNCH = "import sys; from asyncopd.launch import launch; sys.exit(launch(sys.argv[1:]))"
 SUPERVISE = (
     "import os, sys; from asyncopd.launch import rank_environments, supervise; "
@@ -209,7 +212,7 @@ def test_a_missing_recipe_names_what_is_near(learner: Path) -> None:
 def test_an_accelerate_config_that_would_be_served_wrongly_is_refused(
     learner: Path, change: dict[str, str], message: str
 ) -> None:
-    text = Path("asyncopd/accelerate_config/cpu.yaml").read_text()
+    text = (CONFIGS / "cpu.yaml").read_text()
     for old, new in change.items():
         assert old in text
         text = text.replace(old, new)
@@ -220,12 +223,42 @@ def test_an_accelerate_config_that_would_be_served_wrongly_is_refused(
 
 
 def test_a_users_accelerate_config_decides_the_number_of_processes(learner: Path) -> None:
-    text = Path("asyncopd/accelerate_config/cpu.yaml").read_text().replace("num_processes: 1", "num_processes: 3")
+    text = (CONFIGS / "cpu.yaml").read_text().replace("num_processes: 1", "num_processes: 3")
     config_file = learner.with_name("mine.yaml")
     config_file.write_text(text)
     environment, processes = learner_environment(LaunchOptions(recipe=learner, config_file=config_file))
     assert processes == 3
     assert environment["ACCELERATE_USE_CPU"] == "True"
+
+
+@pytest.fixture
+def a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerate.utils, "check_cuda_p2p_ib_support", lambda: False)
+
+
+@pytest.mark.usefixtures("a_machine_with_gpus")
+def test_on_gpus_the_learner_is_one_process_unless_more_are_asked_for(learner: Path) -> None:
+    environment, processes = learner_environment(LaunchOptions(recipe=learner))
+    assert (processes, environment["ACCELERATE_USE_CPU"]) == (1, "False")
+    environment, processes = learner_environment(LaunchOptions(recipe=learner, num_processes=4, gpu_ids="0,1,2,3"))
+    assert (processes, environment["ACCELERATE_USE_CPU"]) == (4, "False")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert (environment["NCCL_P2P_DISABLE"], environment["NCCL_IB_DISABLE"]) == ("1", "1")
+    environment, processes = learner_environment(LaunchOptions(recipe=learner, cpu=True))
+    assert (processes, environment["ACCELERATE_USE_CPU"]) == (1, "True")
+
+
+@pytest.mark.usefixtures("a_machine_with_gpus")
+def test_on_gpus_an_fsdp_config_reaches_the_learner(learner: Path) -> None:
+    config_file = learner.with_name("fsdp.yaml")
+    text = (CONFIGS / "gpu.yaml").read_text().replace("'NO'", "FSDP")
+    config_file.write_text(text + "fsdp_config:\n  fsdp_version: 2\n")
+    environment, processes = learner_environment(
+        LaunchOptions(recipe=learner, config_file=config_file, num_processes=2)
+    )
+    assert processes == 2
+    assert (environment["ACCELERATE_USE_FSDP"], environment["FSDP_VERSION"]) == ("true", "2")
 
 
 def test_a_single_process_belongs_to_no_group() -> None:
