@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from asyncopd.errors import LedgerError
@@ -38,7 +39,8 @@ def write_whole(run_dir: Path, path: str, data: bytes) -> None:
         temporary.replace(target)
     except OSError as error:
         # What was written of it would keep a full disk full.
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise PayloadError(
             f"{target} cannot be written ({error.strerror}); free space or make the run folder writable, then resume"
         ) from error

@@ -1,0 +1,478 @@
+"""The SQLite ledger against a model of it in plain Python, under random interleavings.
+
+The model restates the architecture: the admission window in its words (final prefix, dropped samples behind it), what a
+lease hands out, what each call does to a sample. After every call the two must agree on every sample.
+"""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from asyncopd.errors import StaleLeaseError
+from asyncopd.queue.ledger import Batch, Lease, LeasedSample, Ledger, LedgerPlan
+from asyncopd.queue.selection import POLICIES, QueueRow
+from tests.queue.driver import HOUR_S, plan_of, uids_of, write_payload
+
+PENDING, ROLLING, ROLLED, SCORING, SCORED, LEASED, TRAINED, DROPPED = range(8)
+
+
+@dataclass
+class Sample:
+    """The model's sample; ``attempt`` and ``slot`` name it, versions are of its oldest and newest token."""
+
+    slot: int
+    attempt: int
+    exact: int | None
+    state: int = PENDING
+    token: int | None = None
+    oldest: int = 0
+    newest: int = 0
+    final_at: int | None = None
+    reason: str | None = None
+
+
+class Model:
+    """What the ledger should hold."""
+
+    def __init__(self, plan: LedgerPlan) -> None:
+        self.plan = plan
+        self.samples: list[Sample] = []
+        self.version = 0
+        self.published = {0}
+        self.next_slot = 0
+        self.requeued: list[tuple[int, int]] = []
+        self.dead: set[int] = set()
+
+    @property
+    def overtakes(self) -> bool:
+        return POLICIES[self.plan.selection].overtakes
+
+    def live(self) -> list[int]:
+        return [ordinal for ordinal, sample in enumerate(self.samples) if sample.state < TRAINED]
+
+    def may_admit(self) -> bool:
+        plan, ordinal = self.plan, len(self.samples)
+        if plan.lag is not None:
+            return ordinal < min(self.version + plan.lag + 1, plan.steps) * plan.batch_size
+        final = [sample.state >= TRAINED for sample in self.samples]
+        prefix = final.index(False) if False in final else len(final)
+        behind = self.samples[prefix:]
+        taken = sum(sample.state == DROPPED or (self.overtakes and sample.state == TRAINED) for sample in behind)
+        window = (plan.max_staleness + 1 - (self.version - max(self.published))) * plan.batch_size
+        left = (plan.steps - self.version) * plan.batch_size
+        return ordinal - prefix - taken < window and len(self.live()) < left
+
+    def admit(self) -> None:
+        while self.may_admit():
+            ordinal, plan = len(self.samples), self.plan
+            exact = None if plan.lag is None else max(0, ordinal // plan.batch_size - plan.lag)
+            if self.requeued:
+                slot, attempt = self.requeued.pop(0)
+            else:
+                slot, attempt = self.next_slot, 0
+                self.next_slot += 1
+            self.samples.append(Sample(slot=slot, attempt=attempt, exact=exact))
+
+    def may_lease(self, state: int, count: int) -> list[int]:
+        if self.plan.lag is not None:
+            return self.whole_group(state)
+        live = self.live()
+        if state == PENDING:
+            window = self.plan.max_staleness + 1 - (self.version - max(self.published))
+            live = live[: max(0, window) * self.plan.batch_size]
+        return [ordinal for ordinal in live if self.samples[ordinal].state == state][:count]
+
+    def whole_group(self, state: int) -> list[int]:
+        live = self.live()
+        for group in sorted({ordinal // self.plan.group_size for ordinal in live}):
+            members = [ordinal for ordinal in live if ordinal // self.plan.group_size == group]
+            exact = self.samples[members[0]].exact
+            assert exact is not None
+            if all(self.samples[ordinal].state == state for ordinal in members) and exact <= max(self.published):
+                return members
+        return []
+
+    def take_back(self, token: int) -> None:
+        held = [ordinal for ordinal, sample in enumerate(self.samples) if sample.token == token]
+        held = [ordinal for ordinal in held if self.samples[ordinal].state in (ROLLING, SCORING)]
+        if self.plan.lag is not None and held:
+            state = self.samples[held[0]].state
+            group = held[0] // self.plan.group_size
+            members = [ordinal for ordinal in self.live() if ordinal // self.plan.group_size == group]
+            held = [ordinal for ordinal in members if self.samples[ordinal].state in (state, state + 1)]
+            for ordinal in held:
+                self.samples[ordinal].state = state
+        for ordinal in held:
+            self.samples[ordinal].state -= 1
+            self.samples[ordinal].token = None
+        self.dead.add(token)
+
+    def drop(self, ordinal: int, reason: str) -> None:
+        sample = self.samples[ordinal]
+        sample.state, sample.final_at, sample.reason = DROPPED, self.version + 1, reason
+
+    def drop_too_old(self, state: int) -> None:
+        if not self.overtakes:
+            return
+        for ordinal in self.live():
+            sample = self.samples[ordinal]
+            if sample.state == state and self.version - sample.oldest > self.plan.max_staleness:
+                self.drop(ordinal, "too_old")
+                if self.plan.requeue_too_old:
+                    self.requeued.append((sample.slot, sample.attempt + 1))
+
+    def next_batch(self) -> list[int]:
+        size, live = self.plan.batch_size, self.live()
+        if self.version >= self.plan.steps:
+            return []
+        if self.plan.lag is not None:
+            first = self.version * size
+            batch = [ordinal for ordinal in live if first <= ordinal < first + size]
+            ready = len(self.samples) >= first + size and all(self.samples[o].state == SCORED for o in batch)
+            return batch if ready else []
+        if self.plan.selection == "strict":
+            batch = live[:size]
+            return batch if len(batch) == size and all(self.samples[o].state == SCORED for o in batch) else []
+        rows = [
+            QueueRow(
+                ordinal=ordinal,
+                ready=self.samples[ordinal].state == SCORED,
+                prompt=self.samples[ordinal].slot // self.plan.samples_per_prompt,
+                oldest_version=self.samples[ordinal].oldest,
+                tokens=7,
+                disagreement=None,
+                scored_at=0.0,
+            )
+            for ordinal in live[: POLICIES[self.plan.selection].reach(size, self.plan.window_batches)]
+        ]
+        return POLICIES[self.plan.selection].choose(rows, size) or []
+
+    def mean_staleness_bound_holds(self) -> bool:
+        return all(
+            sample.final_at is not None and sample.final_at - 1 - sample.oldest <= self.plan.max_staleness
+            for sample in self.samples
+            if sample.state == TRAINED
+        )
+
+
+plans = st.builds(
+    lambda pinned, overtaking, **changes: plan_of(**(pinned or {}), **(overtaking or {}), **changes),
+    pinned=st.none(),
+    overtaking=st.one_of(
+        st.none(),
+        st.builds(
+            lambda selection, requeue: {"selection": selection, "requeue_too_old": requeue},
+            st.sampled_from(sorted(POLICIES)),
+            st.booleans(),
+        ),
+    ),
+    max_staleness=st.integers(0, 2),
+    batch_size=st.sampled_from([2, 4]),
+    steps=st.integers(2, 5),
+    prompts=st.integers(1, 5),
+)
+pinned_plans = st.builds(
+    lambda lag, slack, group_size, steps: plan_of(
+        lag=lag, max_staleness=lag + slack, group_size=group_size, steps=steps, prompts=4
+    ),
+    lag=st.integers(0, 2),
+    slack=st.integers(0, 1),
+    group_size=st.sampled_from([1, 2, 4]),
+    steps=st.integers(2, 5),
+)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Every call of every stage, in any order, with leases that die at any time and resumes in between."""
+
+    @initialize(plan=st.one_of(plans, pinned_plans))
+    def create(self, plan: LedgerPlan) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ledger-model-", dir=_fast_disk()))
+        self.ledger = Ledger.create(self.folder / "ledger.sqlite", plan)
+        # These leases are for logic, not for losses of power; an fsync a step would take most of the time.
+        self.ledger.publish(0)
+        self.model = Model(plan)
+        self.held: list[tuple[int, LeasedSample]] = []
+        self.put: list[tuple[int, LeasedSample]] = []
+        self.batch: Batch | None = None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        try:
+            self.finish()
+        finally:
+            self.ledger.close()
+            shutil.rmtree(self.folder)
+
+    def agree(self) -> None:
+        rows = self.ledger._connection.execute(
+            "SELECT slot, attempt, exact_version, state, final_at, reason FROM samples ORDER BY ordinal"
+        ).fetchall()
+        model = [(s.slot, s.attempt, s.exact, s.state, s.final_at, s.reason) for s in self.model.samples]
+        assert rows == model
+        assert self.ledger.policy_version == self.model.version
+        assert self.ledger.published_version == max(self.model.published)
+        self.ledger.check_invariant()
+        assert self.model.mean_staleness_bound_holds()
+
+    def hold(self, lease: Lease | None, ordinals: list[int], state: int) -> None:
+        assert [sample.ordinal for sample in lease.samples] == ordinals if lease else ordinals == []
+        if lease is None:
+            return
+        assert lease.token not in self.model.dead
+        for sample in lease.samples:
+            self.model.samples[sample.ordinal].state = state
+            self.model.samples[sample.ordinal].token = lease.token
+            self.held.append((lease.token, sample))
+
+    @rule(count=st.integers(1, 6))
+    def lease_rollouts(self, count: int) -> None:
+        lease = self.ledger.lease_rollouts("roller", count, HOUR_S)
+        self.model.admit()
+        self.hold(lease, self.model.may_lease(PENDING, count), ROLLING)
+        for sample in lease.samples if lease else ():
+            floor = sample.exact_version if sample.exact_version is not None else max(self.model.published)
+            assert sample.min_version == floor
+        self.agree()
+
+    @rule(count=st.integers(1, 6))
+    def lease_scoring(self, count: int) -> None:
+        lease = self.ledger.lease_scoring("scorer", count, HOUR_S)
+        self.model.drop_too_old(ROLLED)
+        self.hold(lease, self.model.may_lease(ROLLED, count), SCORING)
+        self.agree()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), all_of_it=st.booleans())
+    def put_results(self, data: st.DataObject, all_of_it: bool) -> None:
+        count = len(self.held) if all_of_it else 1
+        for _ in range(count):
+            token, sample = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)) if not all_of_it else 0)
+            newest = data.draw(st.integers(sample.min_version, max(self.model.published, default=0)))
+            newest = sample.min_version if sample.exact_version is not None else max(newest, sample.min_version)
+            self.put_result(token, sample, newest)
+        self.agree()
+
+    def put_result(self, token: int, sample: LeasedSample, newest: int) -> None:
+        row = self.model.samples[sample.ordinal]
+        scoring = sample.rollout is not None
+        held = row.token == token and row.state == (SCORING if scoring else ROLLING) and token not in self.model.dead
+        try:
+            if scoring:
+                self.ledger.put_record(token, sample.uid, write_payload(self.folder, sample.uid, "records"), 7)
+            else:
+                ref = write_payload(self.folder, sample.uid, "rollouts")
+                self.ledger.put_rollout(token, sample.uid, ref, 7, sample.min_version, newest, "eos")
+        except StaleLeaseError:
+            assert not held
+        else:
+            assert held
+            row.state += 1
+            if not scoring:
+                row.oldest, row.newest = sample.min_version, newest
+            self.put.append((token, sample))
+
+    @precondition(lambda self: self.put)
+    @rule(data=st.data())
+    def put_again(self, data: st.DataObject) -> None:
+        """A retry changes nothing: accepted as done, or refused because the work went back."""
+        token, sample = data.draw(st.sampled_from(self.put))
+        try:
+            if sample.rollout is not None:
+                self.ledger.put_record(token, sample.uid, write_payload(self.folder, sample.uid, "records"), 7)
+            else:
+                ref = write_payload(self.folder, sample.uid, "rollouts")
+                self.ledger.put_rollout(token, sample.uid, ref, 7, sample.min_version, sample.min_version, "eos")
+        except StaleLeaseError:
+            assert token in self.model.dead
+        self.agree()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop_one(self, data: st.DataObject) -> None:
+        token, sample = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        row = self.model.samples[sample.ordinal]
+        if self.model.plan.lag is not None and self.last_of_its_batch(sample.ordinal):
+            return
+        held = row.token == token and row.state in (ROLLING, SCORING) and token not in self.model.dead
+        try:
+            self.ledger.drop(token, sample.uid, "poison", "drawn")
+        except StaleLeaseError:
+            assert not held
+        else:
+            assert held
+            self.model.drop(sample.ordinal, "poison")
+        self.agree()
+
+    def last_of_its_batch(self, ordinal: int) -> bool:
+        size = self.model.plan.batch_size
+        return sum(other // size == ordinal // size for other in self.model.live()) < 2
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), how=st.sampled_from(["release", "heartbeat"]))
+    def release_or_extend(self, data: st.DataObject, how: str) -> None:
+        token, _ = data.draw(st.sampled_from(self.held))
+        if how == "heartbeat":
+            assert self.ledger.heartbeat(token, HOUR_S) == (token not in self.model.dead)
+        else:
+            self.ledger.release(token)
+            self.model.take_back(token)
+        self.agree()
+
+    @rule()
+    def expire_all(self) -> None:
+        self.ledger.expire(2e10)
+        for token in {token for token, _ in self.held + self.put} - self.model.dead:
+            self.model.take_back(token)
+        self.agree()
+
+    @rule()
+    def lease_batch(self) -> None:
+        batch = self.ledger.lease_batch()
+        if self.batch is None:
+            if self.model.version < self.model.plan.steps and self.may_drop_scored():
+                self.model.drop_too_old(SCORED)
+            ordinals = self.model.next_batch()
+            assert ([sample.ordinal for sample in batch.samples] if batch else []) == ordinals
+            for ordinal in ordinals:
+                self.model.samples[ordinal].state = LEASED
+            self.batch = batch
+        assert batch == self.batch
+        self.agree()
+
+    def may_drop_scored(self) -> bool:
+        return sum(sample.state == SCORED for sample in self.model.samples) >= self.model.plan.batch_size
+
+    @precondition(lambda self: self.batch is not None)
+    @rule(publish=st.booleans())
+    def commit_step(self, publish: bool) -> None:
+        assert self.batch is not None
+        version = self.model.version + 1
+        # Publishing may be rarer, but not so rare that the window closes for good.
+        published = (
+            publish
+            or self.model.plan.lag is not None
+            or version - max(self.model.published) > self.model.plan.max_staleness
+        )
+        self.ledger.commit_step(self.batch, version, published)
+        self.model.version = version
+        if published:
+            self.model.published.add(version)
+        for sample in self.batch.samples:
+            row = self.model.samples[sample.ordinal]
+            row.state, row.final_at = TRAINED, version
+        self.batch = None
+        self.agree()
+
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def release_batch(self) -> None:
+        assert self.batch is not None
+        self.ledger.release_batch()
+        for sample in self.batch.samples:
+            self.model.samples[sample.ordinal].state = SCORED
+        self.batch = None
+        self.agree()
+
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        """Kill everything; go on from a checkpoint at or before the policy version."""
+        model = self.model
+        version = data.draw(st.integers(0, model.version))
+        covered = [s for s in model.samples if s.final_at is not None and s.final_at <= version]
+        self.ledger.resume(version, None)
+        self.ledger.publish(version)
+        assert self.ledger.verify() == []
+        model.dead |= {token for token, _ in self.held + self.put}
+        model.version, self.batch = version, None
+        model.published = {v for v in model.published if v <= version} | {version}
+        rows = self.ledger._connection.execute(
+            "SELECT state, final_at, reason, newest_version FROM samples ORDER BY ordinal"
+        ).fetchall()
+        superseded = {(s.slot, s.attempt - 1) for s in model.samples} | {(s, a - 1) for s, a in model.requeued}
+        for sample, (state, final_at, reason, newest) in zip(model.samples, rows, strict=True):
+            if sample in covered:
+                assert (state, final_at, reason) == (sample.state, sample.final_at, sample.reason)
+            elif (sample.slot, sample.attempt) in superseded:
+                assert state == DROPPED
+            else:
+                assert state in (PENDING, ROLLED, SCORED)
+                assert newest is None or newest <= version
+                assert not (
+                    sample.state in (SCORED, LEASED, TRAINED) and state == PENDING and self.kept(sample, version)
+                )
+            sample.state, sample.final_at, sample.reason, sample.token = state, final_at, reason, None
+        self.agree()
+
+    def kept(self, sample: Sample, version: int) -> bool:
+        """Whether a resume had no cause to generate this answer again, whatever its place."""
+        later = (len(self.model.live()) // self.model.plan.batch_size) + version - sample.oldest
+        return self.model.plan.lag is None and sample.newest <= version and later <= self.model.plan.max_staleness
+
+    def finish(self) -> None:
+        """Whatever happened, honest stages bring the run to its end: no deadlock, nothing lost, nothing twice."""
+        self.ledger.expire(2e10)
+        plan = self.ledger.plan
+        for _ in range(20 * plan.steps):
+            if self.ledger.finished:
+                break
+            while lease := self.ledger.lease_rollouts("roller", 100, HOUR_S):
+                for sample in lease.samples:
+                    ref = write_payload(self.folder, sample.uid, "rollouts")
+                    self.ledger.put_rollout(
+                        lease.token, sample.uid, ref, 7, sample.min_version, sample.min_version, "eos"
+                    )
+            while lease := self.ledger.lease_scoring("scorer", 100, HOUR_S):
+                for sample in lease.samples:
+                    self.ledger.put_record(
+                        lease.token, sample.uid, write_payload(self.folder, sample.uid, "records"), 7
+                    )
+            batch = self.ledger.lease_batch()
+            if batch is not None:
+                self.ledger.commit_step(batch, self.ledger.policy_version + 1, True)
+        assert self.ledger.finished, self.ledger.counts()
+        assert self.ledger.verify() == []
+        counts = self.ledger.counts()
+        if plan.lag is None:
+            assert counts.trained == plan.steps * plan.batch_size
+        if not self.model.overtakes:
+            assert "too_old" not in counts.dropped_by_reason
+            # Strict order: every slot up to the last trained one is trained, or was poisoned.
+            assert counts.live == 0
+            assert counts.trained + counts.dropped == counts.admitted
+        assert len(uids_of(self.ledger.lease_batch())) == 0
+
+
+def _fast_disk() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def check(examples: int, calls: int, *, derandomize: bool) -> None:
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=calls,
+            deadline=None,
+            derandomize=derandomize,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_ledger_and_its_model_agree_after_every_call() -> None:
+    check(60, 40, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_ledger_and_its_model_agree_on_many_more_runs() -> None:
+    check(3000, 80, derandomize=False)
