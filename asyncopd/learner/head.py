@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 ChunkLoss = Callable[[slice, Tensor], Tensor]
 """``loss(rows, log_p_tC)``: the scaled, summed loss (scalar) of the tokens ``rows`` of the micro-batch."""
@@ -35,6 +36,22 @@ class HeadShape:
     softcap: float | None = None
     compute_dtype: torch.dtype = torch.float32
     chunk_bytes: int = 64 * 2**20
+
+    @classmethod
+    def of(
+        cls, model: PretrainedConfig, *, vocabulary: int, temperature: float = 1.0, chunk_bytes: int = 64 * 2**20
+    ) -> "HeadShape":
+        """The shape for a model, from the names under which its configuration scales and caps logits."""
+        known = model.get_text_config(decoder=True).to_dict()
+        scale = known.get("logit_scale") or 1.0
+        return cls(
+            vocabulary=vocabulary,
+            temperature=temperature,
+            # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
+            logit_scale=scale / (known.get("logits_scaling") or 1.0),
+            softcap=known.get("final_logit_softcapping"),
+            chunk_bytes=chunk_bytes,
+        )
 
     def chunks(self, tokens: int, head_rows: int) -> list[slice]:
         """The chunks of ``tokens`` rows that keep within ``chunk_bytes``."""

@@ -1,0 +1,65 @@
+"""The distilled student as an ordinary HF checkpoint: weights, tokenizer, generation config, model card."""
+
+import json
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedModel
+
+from asyncopd.config import RunConfig
+from asyncopd.preflight import Preflight
+from asyncopd.tracking.summary import RunSummary
+
+_CARD = """---
+library_name: transformers
+tags: [distillation, on-policy-distillation, asyncopd]
+---
+
+# {name}
+
+A student distilled on its own answers with asyncopd.
+
+| | |
+| --- | --- |
+| teacher | {teacher} |
+| student before | {student} |
+| prompts | {data} |
+| objective | {objective}, candidates {design}, temperature {temperature} |
+| mode | {mode}, at most {staleness} policy versions stale |
+| optimizer steps | {steps} of {batch} answers |
+
+## Figures
+
+The whole record is `summary.json` of the run.
+
+```json
+{figures}
+```
+"""
+
+
+def write_final_student(
+    path: Path, student: PreTrainedModel, checks: Preflight, config: RunConfig, summary: RunSummary
+) -> None:
+    """Write the checkpoint in the dtype that the student came in."""
+    dtype = AutoConfig.from_pretrained(config.student).dtype or student.dtype
+    state = {name: weight.to(dtype) for name, weight in student.state_dict().items() if weight.is_floating_point()}
+    student.config.dtype = dtype
+    student.save_pretrained(path, state_dict={**student.state_dict(), **state})
+    checks.tokenizer.save_pretrained(path)
+    checks.generation.save_pretrained(path)
+    figures = summary.as_dict()
+    card = _CARD.format(
+        name=config.name,
+        teacher=config.teacher.model.name,
+        student=config.student.name,
+        data=config.data.prompts or "a data set in memory",
+        objective=config.objective.name,
+        design=config.objective.design,
+        temperature=config.objective.temperature,
+        mode=config.mode,
+        staleness=config.max_staleness,
+        steps=summary.steps,
+        batch=config.queue.batch_size,
+        figures=json.dumps({key: figures[key] for key in ("held_out", "samples", "staleness")}, indent=1),
+    )
+    (path / "README.md").write_text(card)

@@ -1,0 +1,214 @@
+"""The learner's side of a run: wait for a batch, train on it, publish, commit, and again.
+
+Every rank runs ``LearnerLoop``; rank 0 also holds the ``Owner``, which speaks with the ledger, the workers and the
+trackers. The other ranks learn of a batch by broadcast and read their own payloads.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from asyncopd.errors import DeadlineError
+from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
+from asyncopd.learner.step import Learner
+from asyncopd.publish import WeightPublisher
+from asyncopd.queue.doorbell import Doorbell, ring
+from asyncopd.queue.ledger import Batch, BatchSample, Ledger
+from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout
+from asyncopd.stage import SLOW_POLL_S
+from asyncopd.stop import StopRequest
+from asyncopd.supervisor import Supervisor
+from asyncopd.tracking import keys
+from asyncopd.tracking.trace import Tracer
+from asyncopd.tracking.trackers import RunTracking
+from asyncopd.types import ScoredRollout
+
+LOG = logging.getLogger(__name__)
+STALL_S = 1800.0
+"""Seconds without any movement in the queue after which a run fails instead of waiting on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """What only rank 0 holds.
+
+    lag         policy versions of a lagged mode whose weights a resume may need; 0 otherwise
+    """
+
+    run_dir: Path
+    ledger: Ledger
+    supervisor: Supervisor
+    publisher: WeightPublisher
+    tracking: RunTracking
+    checkpoints: CheckpointStore
+    stop: StopRequest
+    doorbell: Doorbell
+    rollout_workers: Sequence[str]
+    lag: int
+
+    def next_batch(self) -> Batch | None:
+        """Wait for the next batch; None when a stop was asked for. Every wait looks at the workers and at progress."""
+        counts, since = self.ledger.counts(), time.monotonic()
+        while not self.stop.asked:
+            self.supervisor.check()
+            batch = self.ledger.lease_batch()
+            if batch is not None:
+                return batch
+            self.doorbell.wait(SLOW_POLL_S)
+            now = self.ledger.counts()
+            if now != counts:
+                counts, since = now, time.monotonic()
+            elif time.monotonic() - since > STALL_S:
+                raise DeadlineError(
+                    f"nothing moved in the sample queue for {STALL_S:.0f} s; samples by state: {counts}. "
+                    f"The stages' logs are in {self.run_dir / 'logs'}"
+                )
+        return None
+
+    def commit(self, batch: Batch, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Weights durable first, then one transaction for batch and version; then the rollout workers wake."""
+        self.publisher.publish(version, weights)
+        self.ledger.commit_step(batch, version, published=True)
+        self.ledger.check_invariant()
+        for worker in self.rollout_workers:
+            ring(self.run_dir, worker)
+
+    def tidy(self, version: int, keep: int) -> None:
+        """Delete checkpoints, payloads and weights that no resume can need any more."""
+        self.checkpoints.prune(keep)
+        oldest = min(self.checkpoints.versions(), default=0)
+        delete_payloads(self.run_dir, self.ledger.forget_payloads(oldest))
+        # Outside the lagged modes a worker may still be opening the version before this one.
+        self.publisher.keep_from(oldest - self.lag if self.lag else version - 1)
+
+
+class LearnerLoop:
+    """Trains from one policy version to the last; the same on every rank."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        accelerator: Accelerator,
+        *,
+        run_dir: Path,
+        steps: int,
+        checkpoint: CheckpointConfig,
+        tracer: Tracer,
+        owner: Owner | None,
+        on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+        on_checkpoint: Callable[[int, Path], None] | None = None,
+        evaluate: Callable[[int], None] | None = None,
+    ) -> None:
+        """``evaluate`` is called on rank 0 after each step with the new version and decides itself when it is due."""
+        self.learner = learner
+        self.accelerator = accelerator
+        self.run_dir = run_dir
+        self.steps = steps
+        self.checkpoint_config = checkpoint
+        self.tracer = tracer
+        self.owner = owner
+        self.on_step = on_step
+        self.on_checkpoint = on_checkpoint
+        self.evaluate = evaluate
+        self.checkpoints = CheckpointStore(run_dir)
+
+    def run(self, version: int) -> int:
+        """Train from ``version`` on; the version reached, below ``steps`` when a stop was asked for."""
+        while version < self.steps:
+            waited = time.monotonic()
+            with self.tracer.span("wait"):
+                batch = self._next_batch()
+            if batch is None:
+                break
+            version = self._step(batch, version, time.monotonic() - waited)
+            if self.checkpoint_config.every and version % self.checkpoint_config.every == 0:
+                self.save(version)
+        self.save(version)
+        return version
+
+    def save(self, version: int) -> None:
+        """Checkpoint ``version``, unless there is one."""
+        # Every rank must come to the same answer before rank 0 changes what is on disk.
+        present = version in self.checkpoints.versions()
+        self.accelerator.wait_for_everyone()
+        if present:
+            return
+        with self.tracer.span("checkpoint"):
+            ids = {} if self.owner is None else self.owner.tracking.ids
+            path = self.checkpoints.save(version, self.accelerator, ids)
+        if self.owner is not None:
+            self.owner.tidy(version, self.checkpoint_config.keep)
+            if self.on_checkpoint is not None:
+                self.on_checkpoint(version, path)
+
+    def _next_batch(self) -> Batch | None:
+        batch = None if self.owner is None else self.owner.next_batch()
+        if self.accelerator.num_processes > 1:
+            batch = broadcast_object_list([batch])[0]
+        return batch
+
+    def _step(self, batch: Batch, version: int, wait_s: float) -> int:
+        """One optimizer step and its commit; the new version."""
+        began = time.monotonic()
+        with self.tracer.span("step", samples=len(batch.samples)) as span:
+            samples = self._read(_share(batch.samples, self.accelerator.process_index, self.accelerator.num_processes))
+            metrics = self.learner.step(samples, version)
+            span.add(tokens=sum(len(s.rollout.response_ids_T) for s in samples))
+        step_s = time.monotonic() - began
+        version += 1
+        if self.owner is not None:
+            with self.tracer.span("publish"):
+                self.owner.commit(batch, version, self.learner.weights())
+            values = _values(metrics, batch, version - 1, self.owner.ledger) | {
+                keys.STEP_SECONDS: step_s,
+                keys.WAIT_SECONDS: wait_s,
+            }
+            self.owner.tracking.log(version, values)
+            if self.on_step is not None:
+                self.on_step(version, values)
+            if self.evaluate is not None:
+                self.evaluate(version)
+        return version
+
+    def _read(self, samples: Sequence[BatchSample]) -> list[ScoredRollout]:
+        return [
+            ScoredRollout(
+                rollout=read_rollout(self.run_dir, sample.rollout, sample.uid),
+                record=read_record(self.run_dir, sample.record, sample.uid),
+            )
+            for sample in samples
+        ]
+
+
+def _share(samples: Sequence[BatchSample], rank: int, ranks: int) -> list[BatchSample]:
+    """This rank's samples: dealt out longest first, back and forth, so that every rank gets about the same tokens."""
+    by_length = sorted(samples, key=lambda sample: (-sample.tokens, sample.ordinal))
+    mine = [
+        sample
+        for place, sample in enumerate(by_length)
+        if (place % ranks if (place // ranks) % 2 == 0 else ranks - 1 - place % ranks) == rank
+    ]
+    return sorted(mine, key=lambda sample: sample.ordinal)
+
+
+def _values(metrics: Mapping[str, float], batch: Batch, version: int, ledger: Ledger) -> dict[str, float]:
+    """The step's metrics under the names of ``tracking.keys``; ``version`` is the one the batch was trained at."""
+    values = dict(metrics)
+    ages = [version - sample.oldest_version for sample in batch.samples]
+    values[keys.STALENESS_MEAN] = sum(ages) / len(ages)
+    values[keys.STALENESS_MAX] = max(ages)
+    now = ledger.staleness()
+    for place, pairs in (("training", Counter(ages).items()), ("in_flight", now.in_flight), ("in_queue", now.in_queue)):
+        values |= {keys.staleness_key(place, age): float(count) for age, count in pairs}
+    counts = ledger.counts()
+    live = (counts.pending, counts.rolling, counts.rolled, counts.scoring, counts.scored, counts.leased)
+    values |= {f"{keys.QUEUE}/{state}": float(n) for state, n in zip(keys.LIVE_STATES, live, strict=True)}
+    values["length_bias"] = now.length_bias
+    return values

@@ -1,0 +1,238 @@
+"""One optimizer step: scored rollouts in, new weights and statistics out."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from asyncopd.errors import ConfigError
+from asyncopd.learner.batching import MicroBatch, collate, plan_micro_batches
+from asyncopd.learner.head import HeadShape
+from asyncopd.learner.module import StudentModule
+from asyncopd.objectives import Objective, StepContext, by_staleness
+from asyncopd.objectives.reduction import token_scales
+from asyncopd.objectives.tokens import Candidates, Tokens
+from asyncopd.types import ScoredRollout
+
+STALENESS = "staleness"
+"""Name under which the tokens' ages travel with their metrics."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerConfig:
+    """The optimizer and the memory it may take.
+
+    lr              peak learning rate of AdamW
+    schedule        name of a transformers schedule: constant_with_warmup, linear, cosine, ...
+    warmup_steps    optimizer steps of linear warm-up
+    weight_decay, beta1, beta2   of AdamW
+    clip            largest gradient norm; 0 never clips
+    dtype           of forward and backward, ``bf16`` (autocast over float32 weights) or ``fp32``
+    micro_batch_tokens   padded tokens that go through the student at once
+    head_chunk_mb   memory for one chunk of logits, MiB
+    threads         CPU threads; 0 shares the cores with the other stages
+    """
+
+    lr: float = 1e-4
+    schedule: str = "constant_with_warmup"
+    warmup_steps: int = 5
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    dtype: str = "bf16"
+    micro_batch_tokens: int = 4096
+    head_chunk_mb: int = 64
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"learner.dtype is {self.dtype!r}; expected one of {sorted(DTYPES)}")
+        if not self.lr > 0:
+            raise ConfigError(f"learner.lr is {self.lr}; expected a positive rate such as 1e-4")
+        for name in ("micro_batch_tokens", "head_chunk_mb"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"learner.{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("warmup_steps", "weight_decay", "clip", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"learner.{name} is {getattr(self, name)}; expected 0 or more")
+
+
+class Learner:
+    """Student, optimizer and schedule behind accelerate; the same code on one process and on many."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        config: LearnerConfig,
+        *,
+        accelerator: Accelerator,
+        steps: int,
+        shape: HeadShape,
+        pad_id: int,
+    ) -> None:
+        if objective.needs_step_pass and accelerator.num_processes > 1:
+            raise ConfigError(
+                f"objective {objective.config.name!r} reads the whole optimizer step, which is not gathered over "
+                f"{accelerator.num_processes} learner processes yet; run one learner process, or another objective"
+            )
+        self.objective = objective
+        self.config = config
+        self.accelerator = accelerator
+        self.pad_id = pad_id
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.schedule = get_scheduler(config.schedule, optimizer, config.warmup_steps, steps)
+        accelerator.register_for_checkpointing(self.schedule)
+
+    @property
+    def student(self) -> nn.Module:
+        """The bare language model."""
+        return self.accelerator.unwrap_model(self.module).model
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights by name, tied copies left out: what a publisher or a checkpoint writes once."""
+        seen: set[int] = set()
+        weights = {}
+        for name, tensor in self.student.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                weights[name] = tensor
+        return weights
+
+    def step(self, samples: Sequence[ScoredRollout], version: int) -> dict[str, float]:
+        """Train on this rank's share of the batch; ``version`` is the student's policy version before the step.
+
+        Returns metrics that are equal on every rank: means over all valid tokens of the step, in nats where the name
+        says loss, KL or entropy; ``<name>/staleness_<bucket>`` are the same over tokens of that staleness.
+        """
+        micros = self._micro_batches(samples, version)
+        scales, tokens = self._scales(micros)
+        contexts = self._contexts(micros)
+        parts: list[dict[str, Tensor]] = []
+        self.module.train()
+        for index, (micro, scale_T, context) in enumerate(zip(micros, scales, contexts, strict=True)):
+            last = index == len(micros) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.module):
+                result = self.module(micro, scale_T, context)
+                self.accelerator.backward(result.loss)
+            parts.append({**result.metrics, STALENESS: micro.staleness_T})
+        norm = self._clip()
+        # The rate that this step uses, before the schedule moves on.
+        rate = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {**self._means(parts), "grad_norm": norm, "lr": rate, "tokens": float(tokens)}
+
+    def _micro_batches(self, samples: Sequence[ScoredRollout], version: int) -> list[MicroBatch]:
+        lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
+        plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
+        return [
+            collate(
+                [samples[i] for i in group],
+                version=version,
+                origins=self.objective.origins,
+                pad_id=self.pad_id,
+                device=self.accelerator.device,
+            )
+            for group in plan
+        ]
+
+    def _scales(self, micros: Sequence[MicroBatch]) -> tuple[list[Tensor], int]:
+        """The reduction's weight of every token, and the number of valid tokens of the step over all ranks.
+
+        Data parallel averages gradients over ranks, so the weights carry the number of ranks.
+        """
+        lengths = [torch.bincount(micro.sequence_T, minlength=1) for micro in micros]
+        mine = [sum(int(n.sum()) for n in lengths), sum(int((n > 0).sum()) for n in lengths)]
+        totals = self.accelerator.reduce(torch.tensor(mine, device=self.accelerator.device), reduction="sum").tolist()
+        config = self.objective.config
+        scales = [
+            token_scales(
+                config.reduction,
+                sequence_T=micro.sequence_T,
+                lengths_N=lengths_N,
+                step_tokens=totals[0],
+                step_sequences=totals[1],
+                fixed_length=config.fixed_length,
+            )
+            * self.accelerator.num_processes
+            for micro, lengths_N in zip(micros, lengths, strict=True)
+        ]
+        return scales, totals[0]
+
+    def _contexts(self, micros: Sequence[MicroBatch]) -> list[StepContext | None]:
+        """What a few objectives need to know of the whole step before its first token is trained."""
+        if not self.objective.needs_step_pass:
+            return [None] * len(micros)
+        module = self.accelerator.unwrap_model(self.module)
+        with self.accelerator.autocast():
+            parts = [micro.tokens(slice(None), module.logprobs(micro)) for micro in micros]
+        context = self.objective.step_context(_concatenated(parts))
+        contexts: list[StepContext | None] = []
+        start = 0
+        for micro in micros:
+            contexts.append(context.slice(slice(start, start + len(micro.state_T))))
+            start += len(micro.state_T)
+        return contexts
+
+    def _clip(self) -> float:
+        limit = self.config.clip if self.config.clip > 0 else float("inf")
+        return float(self.accelerator.clip_grad_norm_(self.module.parameters(), limit))
+
+    def _means(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Mean of every metric over the step's tokens, of all ranks, in all and by staleness."""
+        if self.accelerator.num_processes > 1:
+            gathered: list[list[dict[str, Tensor]]] = [[]] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(gathered, [{k: v.cpu() for k, v in part.items()} for part in parts])
+            parts = [part for rank in gathered for part in rank]
+        parts = [part for part in parts if len(part[STALENESS])]
+        if not parts:
+            return {}
+        values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        staleness_T = values.pop(STALENESS)
+        return {name: float(value_T.double().mean()) for name, value_T in values.items()} | by_staleness(
+            values, staleness_T
+        )
+
+
+def _concatenated(parts: Sequence[Tokens]) -> Tokens:
+    """The tokens of the whole step, with sequence indices that stay apart."""
+    offsets, offset = [], 0
+    for part in parts:
+        offsets.append(part.sequence_T + offset)
+        offset += int(part.sequence_T.max()) + 1 if len(part.sequence_T) else 0
+
+    def joined(sets: Sequence[Candidates | None]) -> Candidates | None:
+        present = [s for s in sets if s is not None]
+        if not present:
+            return None
+        return Candidates(
+            log_p_TC=torch.cat([s.log_p_TC for s in present]),
+            log_q_TC=torch.cat([s.log_q_TC for s in present]),
+            log_w_TC=torch.cat([s.log_w_TC for s in present]),
+        )
+
+    return Tokens(
+        log_p_T=torch.cat([p.log_p_T for p in parts]),
+        log_q_T=torch.cat([p.log_q_T for p in parts]),
+        log_b_T=torch.cat([p.log_b_T for p in parts]),
+        sequence_T=torch.cat(offsets),
+        staleness_T=torch.cat([p.staleness_T for p in parts]),
+        student=joined([p.student for p in parts]),
+        teacher=joined([p.teacher for p in parts]),
+    )

@@ -1,0 +1,347 @@
+"""One run, top to bottom.
+
+    prompts ──> rollout pool ──> teacher scoring ──> sample queue ──> learner ──> publish
+       ^        (student b)       (teacher q)        (ledger)         (student p)    │
+       └── frontier, admission ───────┴──────────────────┴──── policy version ───────┘
+
+Every arrow is concurrent with every other. Rank 0 of the learner owns the run: it starts the worker processes, hands
+batches to the other ranks, publishes weights and commits steps. The stages meet only in the run folder.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from types import TracebackType
+from typing import Self
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list, set_seed
+from transformers import AutoModelForCausalLM
+
+from asyncopd.allocator import keep_freed_memory
+from asyncopd.config import RunConfig, flat, plain
+from asyncopd.errors import AsyncOPDError, CheckpointError, ConfigError
+from asyncopd.final_student import write_final_student
+from asyncopd.held_out import HeldOutEvaluation
+from asyncopd.interface import Callbacks, Inputs, RunResult
+from asyncopd.learner.checkpoint import CheckpointStore
+from asyncopd.learner.head import HeadShape
+from asyncopd.learner.loop import LearnerLoop, Owner
+from asyncopd.learner.module import check_head
+from asyncopd.learner.step import DTYPES, Learner
+from asyncopd.preflight import Preflight, preflight, save_inputs
+from asyncopd.prompts import save_prompts
+from asyncopd.publish import WeightStore
+from asyncopd.queue.doorbell import Doorbell, ring
+from asyncopd.queue.ledger import Ledger
+from asyncopd.queue.plan import LedgerPlan
+from asyncopd.run_folder import RunFolder
+from asyncopd.stop import StopRequest
+from asyncopd.supervisor import Supervisor
+from asyncopd.tracking.chrome_trace import write_chrome_trace
+from asyncopd.tracking.live import LiveView
+from asyncopd.tracking.metrics import HeldOutLike, read_evaluations
+from asyncopd.tracking.report import write_report
+from asyncopd.tracking.run_facts import RunFacts
+from asyncopd.tracking.summary import write_summary
+from asyncopd.tracking.trace import RUN, RUN_END, Tracer
+from asyncopd.tracking.trackers import RunTracking, open_tracking
+from asyncopd.workers import cores, worker_specs
+
+LOG = logging.getLogger(__name__)
+
+
+def run(
+    config: RunConfig,
+    *,
+    inputs: Inputs | None = None,
+    callbacks: Callbacks | None = None,
+    resume: bool = False,
+    resume_version: int | None = None,
+) -> RunResult:
+    """Distil ``config.student`` from ``config.teacher``; the same call in a script, a notebook and on every rank.
+
+    With ``resume`` the run in the folder goes on from its newest checkpoint, or from ``resume_version``.
+    Raises ConfigError and DataError before any model is loaded where that is possible, WorkerDiedError when a stage
+    dies.
+    """
+    torch.set_num_threads(config.threads(cores())[0])
+    keep_freed_memory()
+    # The state is global to the process; a notebook may have run with another precision before.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if config.learner.dtype == "bf16" else "no",
+    )
+    set_seed(config.seed)
+    with _Run(accelerator, config, inputs or Inputs(), callbacks or Callbacks(), resume=resume) as opened:
+        return opened.go(resume_version)
+
+
+class _Run:
+    """The state of one call of ``run`` on one rank; ``go`` reads top to bottom."""
+
+    def __init__(
+        self, accelerator: Accelerator, config: RunConfig, inputs: Inputs, callbacks: Callbacks, *, resume: bool
+    ) -> None:
+        self.accelerator = accelerator
+        self.inputs = inputs
+        self.callbacks = callbacks
+        self.resume = resume
+        self.main = accelerator.is_main_process
+        self.cleanup = ExitStack()
+        if self.main:
+            self.folder, self.config = self._open_folder(config)
+        if accelerator.num_processes > 1:
+            shared = broadcast_object_list([self.folder.path if self.main else None])
+            self.folder = RunFolder(shared[0])
+            self.config = self.folder.config()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cleanup.close()
+
+    def go(self, resume_version: int | None) -> RunResult:
+        """Check, load, resume, train, evaluate, write."""
+        config, folder = self.config, self.folder
+        checks = self._check()
+        start = self._start_version(resume_version)
+        learner = self._load_learner(checks)
+        trackers = CheckpointStore(folder.path).load(start, self.accelerator) if start else {}
+        name = "learner" if self.main else f"learner-{self.accelerator.process_index}"
+        tracer = self.cleanup.enter_context(Tracer(folder.path, name))
+        if not self.main:
+            version = self._loop(learner, tracer, None, None).run(start)
+            self.accelerator.wait_for_everyone()
+            return RunResult(path=folder.path, policy_version=version, stopped=version < config.steps)
+        return self._own(checks, learner, tracer, start, trackers)
+
+    def _own(
+        self, checks: Preflight, learner: Learner, tracer: Tracer, start: int, tracker_ids: Mapping[str, str]
+    ) -> RunResult:
+        """What rank 0 does around the training loop."""
+        config, folder = self.config, self.folder
+        tracking = self._open_tracking(start, tracker_ids)
+        evaluation = HeldOutEvaluation(config, checks, tracking, tracer, self.callbacks)
+        ledger = self._open_ledger(checks, start)
+        owner = self._owner(ledger, tracking)
+        with owner.stop:
+            before = self._first_evaluation(evaluation, learner)
+            owner.publisher.publish(start, learner.weights())
+            if ledger.published_version < start or start == 0:
+                ledger.publish(start)
+            tracer.instant(RUN)
+            view = LiveView(folder.path) if config.tracking.live_view else nullcontext()
+            with view, self._workers(owner):
+                version = self._loop(learner, tracer, owner, evaluation).run(start)
+            tracer.instant(RUN_END)
+            self.accelerator.wait_for_everyone()
+            if version < config.steps:
+                LOG.warning("stopped at policy version %d; go on with --resume --name %s", version, config.name)
+                tracking.finish({})
+                return RunResult(path=folder.path, policy_version=version, stopped=True, before=before)
+            after = evaluation.outermost(learner.student, version)
+        summary = write_summary(folder.path)
+        write_final_student(folder.final_path, learner.student, checks, config, summary)
+        tracking.finish(summary.as_dict())
+        write_chrome_trace(folder.path)
+        write_report(folder.path)
+        return RunResult(
+            path=folder.path,
+            policy_version=version,
+            stopped=False,
+            summary=summary,
+            before=before,
+            after=after,
+            final=folder.final_path,
+        )
+
+    def _open_folder(self, config: RunConfig) -> tuple[RunFolder, RunConfig]:
+        """The run folder, locked for this process, and the configuration that holds for the run."""
+        if self.resume:
+            folder = RunFolder.existing(config)
+            stored = folder.config()
+            refuse_changes(stored, config)
+            config = stored
+        else:
+            folder, config = RunFolder.create(config)
+        self.cleanup.enter_context(folder.lock())
+        if not self.resume:
+            config = save_inputs(folder, config, self.inputs)
+        return folder, config
+
+    def _check(self) -> Preflight:
+        """The preflight; a new run that does not pass leaves no folder, so its name stays free."""
+        try:
+            return preflight(self.config, self.inputs)
+        except AsyncOPDError:
+            if self.main and not self.resume:
+                shutil.rmtree(self.folder.path)
+            raise
+
+    def _start_version(self, wanted: int | None) -> int:
+        """The policy version to go on from: the newest whole checkpoint, or the one asked for; 0 for a new run."""
+        if not self.resume:
+            return 0
+        whole = CheckpointStore(self.folder.path).versions()
+        if wanted is None:
+            return max(whole, default=0)
+        if wanted not in whole and wanted != 0:
+            raise CheckpointError(f"no checkpoint of policy version {wanted} in {self.folder.path}; there are {whole}")
+        return wanted
+
+    def _load_learner(self, checks: Preflight) -> Learner:
+        config = self.config
+        model = AutoModelForCausalLM.from_pretrained(config.student, dtype=torch.float32)
+        shape = HeadShape.of(
+            model.config,
+            vocabulary=checks.ids.vocabulary,
+            temperature=config.objective.temperature,
+            chunk_bytes=config.learner.head_chunk_mb * 2**20,
+        )
+        check_head(model, shape)
+        return Learner(
+            model,
+            checks.objective,
+            config.learner,
+            accelerator=self.accelerator,
+            steps=config.steps,
+            shape=shape,
+            pad_id=checks.ids.pad_id,
+        )
+
+    def _open_tracking(self, start: int, ids: Mapping[str, str]) -> RunTracking:
+        config = self.config
+        RunFacts(
+            name=config.name,
+            mode=config.mode,
+            steps=config.steps,
+            batch_size=config.queue.batch_size,
+            max_staleness=config.max_staleness,
+            description={
+                "teacher": str(config.teacher.model),
+                "student": str(config.student),
+                "objective": config.objective.name,
+                "design": config.objective.design,
+            },
+        ).write(self.folder.path)
+        return open_tracking(
+            self.folder.path,
+            config.name,
+            config.tracking,
+            plain(config),
+            resumed_at=start if self.resume else None,
+            ids=ids,
+        )
+
+    def _first_evaluation(self, evaluation: HeldOutEvaluation, learner: Learner) -> HeldOutLike | None:
+        """The figures before the first step; a resumed run has them already."""
+        recorded = read_evaluations(self.folder.path)
+        if self.resume and recorded:
+            return recorded[0]
+        return evaluation.outermost(learner.student, 0)
+
+    def _open_ledger(self, checks: Preflight, start: int) -> Ledger:
+        """The sample queue: new, or rolled back to the checkpoint's version with the lost timeline cleared away."""
+        config, folder = self.config, self.folder
+        weights, checkpoints = WeightStore(folder.path), CheckpointStore(folder.path)
+        if not folder.ledger_path.exists():
+            save_prompts(folder.prompts_path, checks.prompts.prompts)
+            folder.write_token_ids(checks.ids)
+            return Ledger.create(folder.ledger_path, ledger_plan(config, len(checks.prompts.prompts)))
+        ledger = Ledger.open(folder.ledger_path)
+        weights.forget_after(start)
+        checkpoints.forget_after(start)
+        resumed = ledger.resume(start, min(weights.versions(), default=None))
+        LOG.warning("resumed at policy version %d: %s", start, resumed)
+        return ledger
+
+    def _owner(self, ledger: Ledger, tracking: RunTracking) -> Owner:
+        config, path = self.config, self.folder.path
+        doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
+        specs = worker_specs(config)
+
+        def wake() -> None:
+            ring(path, "learner")
+
+        supervisor = Supervisor(path, specs, on_death=wake)
+        return Owner(
+            run_dir=path,
+            ledger=ledger,
+            supervisor=supervisor,
+            publisher=WeightStore(path, DTYPES[config.rollout.dtype]),
+            tracking=tracking,
+            checkpoints=CheckpointStore(path),
+            stop=StopRequest(wake=wake, at_once=supervisor.kill),
+            doorbell=doorbell,
+            rollout_workers=[spec.name for spec in specs if spec.kind == "rollout"],
+            lag=config.lag or 0,
+        )
+
+    @contextmanager
+    def _workers(self, owner: Owner) -> Iterator[None]:
+        """The worker processes, for as long as the block lasts."""
+        owner.supervisor.start()
+        try:
+            yield
+        finally:
+            owner.supervisor.stop()
+
+    def _loop(
+        self, learner: Learner, tracer: Tracer, owner: Owner | None, evaluation: HeldOutEvaluation | None
+    ) -> LearnerLoop:
+        def evaluate(version: int) -> None:
+            if evaluation is not None:
+                evaluation.between(learner.student, version)
+
+        return LearnerLoop(
+            learner,
+            self.accelerator,
+            run_dir=self.folder.path,
+            steps=self.config.steps,
+            checkpoint=self.config.checkpoint,
+            tracer=tracer,
+            owner=owner,
+            on_step=self.callbacks.on_step,
+            on_checkpoint=self.callbacks.on_checkpoint,
+            evaluate=evaluate,
+        )
+
+
+def ledger_plan(config: RunConfig, prompts: int) -> LedgerPlan:
+    """What the ledger of this run promises."""
+    queue = config.queue
+    return LedgerPlan(
+        seed=config.seed,
+        prompts=prompts,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        batch_size=queue.batch_size,
+        steps=config.steps,
+        max_staleness=config.max_staleness,
+        lag=config.lag,
+        group_size=config.group_size,
+        shuffle=True,
+        selection=queue.selection,
+        window_batches=queue.window_batches,
+        requeue_too_old=queue.requeue_too_old,
+        record=queue.record,
+    )
+
+
+def refuse_changes(stored: RunConfig, asked: RunConfig) -> None:
+    """ConfigError naming the options of a resumed run that differ from what it was started with."""
+    before, now = flat(stored), flat(asked)
+    changed = [name for name in before if name not in ("name",) and before[name] != now.get(name)]
+    if changed:
+        listed = ", ".join(f"{name}: {before[name]!r} -> {now.get(name)!r}" for name in changed)
+        raise ConfigError(
+            f"run {stored.name!r} was started with other options ({listed}); "
+            "resume it without them, or start another run"
+        )

@@ -1,0 +1,117 @@
+"""Everything about a run that can be checked before weights are loaded."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from asyncopd.config import RunConfig
+from asyncopd.errors import ConfigError
+from asyncopd.interface import Inputs
+from asyncopd.objectives import Objective, build_objective
+from asyncopd.prompts import PromptSet, load_prompts
+from asyncopd.run_folder import RunFolder, TokenIds
+from asyncopd.supervisor import check_devices
+from asyncopd.tokenizers_match import check_tokenizers, require_head
+from asyncopd.workers import worker_specs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """What a run knows before it loads a model.
+
+    tokenizer       the student's, which prompts and answers go through
+    generation      the student's generation configuration
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
+    ids: TokenIds
+    objective: Objective
+    prompts: PromptSet
+
+
+def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
+    """Check configuration, models' outlines, tokenizers, data and context lengths.
+
+    ConfigError or DataError says what to mend. With a scripted teacher the student's own outline stands for it.
+    """
+    check_devices(worker_specs(config), learner=())
+    student = _outline(config.student, "student")
+    scripted = config.teacher.scorer == "scripted"
+    teacher_path = config.student if scripted else config.teacher.model
+    teacher = student if scripted else _outline(teacher_path, "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(config.student)
+    generation = _generation(config.student, student)
+    shared = check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(teacher_path), generation)
+    require_head(student.get_text_config(decoder=True).vocab_size, shared, "student")
+    require_head(teacher.get_text_config(decoder=True).vocab_size, shared, "teacher")
+    sampling = config.rollout.sampling
+    config.objective.validate_with_sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        vocabulary=shared.size,
+    )
+    context = min(_context(student), _context(teacher)) - sampling.max_new_tokens
+    if context < 1:
+        raise ConfigError(
+            f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; expected less than the shorter context of "
+            f"student ({_context(student)}) and teacher ({_context(teacher)}), so that a prompt fits before the answer"
+        )
+    prompts = load_prompts(config.data, tokenizer, context, inputs.train, inputs.held_out)
+    pad = tokenizer.pad_token_id
+    ids = TokenIds(
+        vocabulary=shared.size,
+        eos_ids=shared.eos_ids,
+        # Any id will do: padding is masked by length.
+        pad_id=pad if pad is not None else 0,
+    )
+    return Preflight(
+        tokenizer=tokenizer,
+        generation=generation,
+        ids=ids,
+        objective=build_objective(config.objective),
+        prompts=prompts,
+    )
+
+
+def save_inputs(folder: RunFolder, config: RunConfig, inputs: Inputs) -> RunConfig:
+    """Write models given in memory into the run folder; the configuration that names them there."""
+    if inputs.student is None and inputs.teacher is None:
+        return config
+    if inputs.tokenizer is None:
+        raise ConfigError("a model is given in memory without its tokenizer; pass Inputs(tokenizer=...) beside it")
+    for name, model in (("student", inputs.student), ("teacher", inputs.teacher)):
+        if model is None:
+            continue
+        path = folder.path / "inputs" / name
+        model.save_pretrained(path)
+        inputs.tokenizer.save_pretrained(path)
+        if name == "student":
+            config = replace(config, student=path)
+        else:
+            config = replace(config, teacher=replace(config.teacher, model=path))
+    folder.write_config(config)
+    return config
+
+
+def _outline(path: Path, whose: str) -> PretrainedConfig:
+    """The model's configuration; ConfigError if there is no checkpoint."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"the {whose}'s path {str(path)!r} holds no HF checkpoint (no config.json); "
+            f"give a folder that save_pretrained wrote"
+        )
+    return AutoConfig.from_pretrained(path)
+
+
+def _context(model: PretrainedConfig) -> int:
+    return model.get_text_config(decoder=True).max_position_embeddings
+
+
+def _generation(path: Path, model: PretrainedConfig) -> GenerationConfig:
+    if (path / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path)
+    return GenerationConfig.from_model_config(model)

@@ -1,0 +1,197 @@
+"""The rollout stage: leases prompts, steps an engine, hands finished answers to the queue.
+
+One loop serves every mode. Between two decode steps the worker takes new weights (``keep``) or waits until nothing is
+in flight (``drain``); in the pinned modes it takes one whole group and exactly the version the group asks for.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncopd.errors import ConfigError, StaleLeaseError
+from asyncopd.publish import WeightPublisher
+from asyncopd.queue.ledger import Lease
+from asyncopd.queue.payloads import write_rollout
+from asyncopd.rollout.engine import RolloutEngine
+from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.stage import Stage
+from asyncopd.types import Prompt, Rollout, RolloutRequest
+
+ENGINES = ("transformers", "scripted")
+_SPAN_S = 1.0
+"""Decode steps are traced as spans of about this many seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """The rollout pool.
+
+    engine          ``transformers``, or ``scripted`` (no model; for tests and simulations)
+    workers         rollout processes
+    slots           answers that one worker generates at the same time
+    refill          in async mode a worker takes new prompts once this many slots are free
+    samples_per_prompt   answers to each prompt
+    weights         new weights arrive between decode steps (``keep``: later tokens carry the new version) or when
+                    nothing is in flight (``drain``)
+    dtype           of the engine, ``bf16`` or ``fp32``; also the dtype in which weights are published
+    threads         CPU threads a worker; 0 shares the cores with the other stages
+    devices         GPUs as physical ids, one group a worker, for example "4;5"; empty for the CPU or the first one
+    sampling        the sampling distribution
+    """
+
+    engine: str = "transformers"
+    workers: int = 1
+    slots: int = 16
+    refill: int = 4
+    samples_per_prompt: int = 1
+    weights: str = "keep"
+    dtype: str = "bf16"
+    threads: int = 0
+    devices: str = ""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"rollout.engine is {self.engine!r}; expected one of {list(ENGINES)}")
+        if self.weights not in ("keep", "drain"):
+            raise ConfigError(f"rollout.weights is {self.weights!r}; expected keep or drain")
+        if self.dtype not in ("bf16", "fp32"):
+            raise ConfigError(f"rollout.dtype is {self.dtype!r}; expected bf16 or fp32")
+        for name, value in (("workers", self.workers), ("slots", self.slots), ("refill", self.refill)):
+            if value < 1:
+                raise ConfigError(f"rollout.{name} is {value}; expected at least 1")
+        if self.refill > self.slots:
+            raise ConfigError(f"rollout.refill is {self.refill}, more than rollout.slots ({self.slots}); lower refill")
+        if self.samples_per_prompt < 1:
+            raise ConfigError(f"rollout.samples_per_prompt is {self.samples_per_prompt}; expected at least 1")
+        if self.threads < 0:
+            raise ConfigError(f"rollout.threads is {self.threads}; expected 0 (share) or a number of threads")
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutWorker:
+    """One rollout process.
+
+    pinned      sync and lagged modes: whole groups, exact versions
+    """
+
+    stage: Stage
+    engine: RolloutEngine
+    weights: WeightPublisher
+    prompts: Mapping[int, Prompt]
+    config: RolloutConfig
+    pinned: bool
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _beat: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """Work until the run is over or told to stop."""
+        while not self.stage.stopping:
+            if self.pinned:
+                self._take_group()
+            else:
+                self._take_newest_weights()
+                self._refill()
+            if self.engine.in_flight == 0:
+                self.stage.rest()
+            else:
+                self._decode()
+
+    def _take_newest_weights(self) -> None:
+        """Move to the newest published version, where the arrival policy allows it now."""
+        newest = self.stage.ledger.published_version
+        if newest > self.engine.policy_version and (self.config.weights == "keep" or self.engine.in_flight == 0):
+            self._load(newest)
+
+    def _refill(self) -> None:
+        """Lease prompts for the free slots."""
+        ledger, engine = self.stage.ledger, self.engine
+        free = self.config.slots - engine.in_flight
+        draining = self.config.weights == "drain" and ledger.published_version > engine.policy_version
+        if free < self.config.refill or (draining and engine.in_flight > 0):
+            return
+        lease = ledger.lease_rollouts(self.stage.name, free, self.stage.lease_s)
+        if lease is None:
+            return
+        needed = max(sample.min_version for sample in lease.samples)
+        if needed > engine.policy_version:
+            if self.config.weights == "drain" and engine.in_flight > 0:
+                # Published between the look and the lease: what is in flight finishes first.
+                ledger.release(lease.token)
+                return
+            self._load(ledger.published_version)
+        self._submit(lease)
+
+    def _take_group(self) -> None:
+        """Once the last group is out, lease the next one and load the very version it asks for."""
+        if self.engine.in_flight > 0:
+            return
+        lease = self.stage.ledger.lease_rollouts(self.stage.name, self.config.slots, self.stage.lease_s)
+        if lease is None:
+            return
+        version = lease.samples[0].exact_version
+        if version is not None and version != self.engine.policy_version:
+            self._load(version)
+        self._submit(lease)
+
+    def _load(self, version: int) -> None:
+        with self.stage.tracer.span("load_weights", version=version):
+            self.engine.load_weights(self.weights.directory(version), version)
+
+    def _submit(self, lease: Lease) -> None:
+        self.engine.submit(
+            [
+                RolloutRequest(
+                    uid=sample.uid,
+                    prompt_ids=self.prompts[sample.prompt_index].token_ids,
+                    min_version=sample.min_version,
+                    exact_version=sample.exact_version,
+                )
+                for sample in lease.samples
+            ]
+        )
+        self._tokens.update({sample.uid: lease.token for sample in lease.samples})
+
+    def _decode(self) -> None:
+        """Decode steps for about a second, or until an answer ends: then the queue, weights and slots get a look."""
+        until = time.monotonic() + _SPAN_S
+        with self.stage.tracer.span("decode") as span:
+            done: list[Rollout] = []
+            while self.engine.in_flight > 0 and not done and time.monotonic() < until:
+                span.add(tokens=self.engine.in_flight)
+                done = self.engine.step()
+            for rollout in done:
+                self._put(rollout)
+            span.add(samples=len(done))
+        self._heartbeat()
+
+    def _put(self, rollout: Rollout) -> None:
+        payload = write_rollout(self.stage.run_dir, rollout)
+        token = self._tokens.pop(rollout.uid)
+        versions = rollout.versions_T
+        try:
+            self.stage.ledger.put_rollout(
+                token,
+                rollout.uid,
+                payload,
+                tokens=len(versions),
+                oldest_version=int(versions.min()),
+                newest_version=int(versions.max()),
+                finish=rollout.finish,
+            )
+        except StaleLeaseError:
+            self.stage.log.warning("the lease on %s ended while it was generated; another worker has it", rollout.uid)
+        self.stage.hand_on()
+
+    def _heartbeat(self) -> None:
+        """Extend the leases in flight, because tokens were decoded; forget answers whose lease is gone."""
+        now = time.monotonic()
+        if now - self._beat < self.stage.lease_s / 4:
+            return
+        self._beat = now
+        for token in sorted(set(self._tokens.values())):
+            if not self.stage.ledger.heartbeat(token, self.stage.lease_s):
+                lost = [uid for uid, held in self._tokens.items() if held == token]
+                self.engine.abandon(lost)
+                for uid in lost:
+                    del self._tokens[uid]

@@ -1,0 +1,121 @@
+"""The teacher stage: leases finished answers, has them scored, hands the records to the queue."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
+from asyncopd.objectives import valid_positions
+from asyncopd.queue.ledger import Lease, LeasedSample
+from asyncopd.queue.payloads import read_rollout, write_record
+from asyncopd.stage import Stage
+from teacher_cache.errors import ScoringError
+from teacher_cache.record import Origin, TeacherRecord
+from teacher_cache.scorer import Scorer, ScoreRequest
+
+SCORERS = ("transformers", "scripted")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """The teacher and its scoring process.
+
+    model           path of an HF checkpoint
+    scorer          ``transformers``, or ``scripted`` (no model; for tests and simulations)
+    dtype           of the forward pass, ``bf16`` or ``fp32``; logprobs are normalised in float32 either way
+    batch_tokens    padded tokens that go through the teacher at once
+    samples         answers leased at a time
+    threads         CPU threads; 0 shares the cores with the other stages
+    devices         GPUs as physical ids, for example "7"; empty for the CPU or the first one
+    """
+
+    model: Path = Path("teacher")
+    scorer: str = "transformers"
+    dtype: str = "bf16"
+    batch_tokens: int = 4096
+    samples: int = 16
+    threads: int = 0
+    devices: str = ""
+
+    def __post_init__(self) -> None:
+        if self.scorer not in SCORERS:
+            raise ConfigError(f"teacher.scorer is {self.scorer!r}; expected one of {list(SCORERS)}")
+        if self.dtype not in ("bf16", "fp32"):
+            raise ConfigError(f"teacher.dtype is {self.dtype!r}; expected bf16 or fp32")
+        if self.batch_tokens < 1 or self.samples < 1:
+            raise ConfigError(
+                f"teacher.batch_tokens is {self.batch_tokens}, teacher.samples {self.samples}; expected at least 1"
+            )
+        if self.threads < 0:
+            raise ConfigError(f"teacher.threads is {self.threads}; expected 0 (share) or a number of threads")
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoringWorker:
+    """One scoring process.
+
+    samples         answers leased at a time
+    teacher_draw    spec of the design that the teacher itself draws, or None
+    origins         the candidate sets that the objective reads
+    """
+
+    stage: Stage
+    scorer: Scorer
+    samples: int
+    teacher_draw: str | None
+    origins: frozenset[Origin]
+
+    def run(self) -> None:
+        """Work until the run is over or told to stop."""
+        stage = self.stage
+        while not stage.stopping:
+            lease = stage.ledger.lease_scoring(stage.name, self.samples, stage.lease_s)
+            if lease is None:
+                stage.rest()
+            else:
+                self._score(lease)
+                stage.hand_on()
+
+    def _score(self, lease: Lease) -> None:
+        """Score a lease; a sample that cannot be read or scored is quarantined, the others go on."""
+        pairs = []
+        for sample in lease.samples:
+            try:
+                pairs.append((sample, self._request(sample)))
+            except LedgerError as error:
+                self._drop(lease, sample, "unreadable", str(error))
+        with self.stage.tracer.span("score", samples=len(pairs)) as span:
+            results = self.scorer.score([request for _, request in pairs])
+            for (sample, request), result in zip(pairs, results, strict=True):
+                span.add(tokens=len(request.response_ids_T))
+                self._put(lease, sample, result)
+
+    def _request(self, sample: LeasedSample) -> ScoreRequest:
+        if sample.rollout is None:
+            raise LedgerError(f"sample {sample.uid} was leased for scoring without a rollout")
+        rollout = read_rollout(self.stage.run_dir, sample.rollout, sample.uid)
+        return ScoreRequest(
+            uid=rollout.uid,
+            prompt_ids=rollout.prompt_ids,
+            response_ids_T=rollout.response_ids_T,
+            candidates=rollout.candidates,
+            draw=self.teacher_draw,
+            run_seed=self.stage.seed,
+        )
+
+    def _put(self, lease: Lease, sample: LeasedSample, result: TeacherRecord | ScoringError) -> None:
+        if isinstance(result, ScoringError):
+            self._drop(lease, sample, "unscorable", str(result))
+            return
+        payload = write_record(self.stage.run_dir, sample.uid, result)
+        valid = int(valid_positions(result, self.origins).sum())
+        try:
+            self.stage.ledger.put_record(lease.token, sample.uid, payload, valid)
+        except StaleLeaseError:
+            self.stage.log.warning("the lease on %s ended while it was scored; another worker has it", sample.uid)
+
+    def _drop(self, lease: Lease, sample: LeasedSample, reason: str, detail: str) -> None:
+        self.stage.log.warning("sample %s is quarantined (%s): %s", sample.uid, reason, detail)
+        try:
+            self.stage.ledger.drop(lease.token, sample.uid, reason, detail)
+        except StaleLeaseError:
+            self.stage.log.warning("the lease on %s ended before it could be quarantined", sample.uid)

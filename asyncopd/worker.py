@@ -1,0 +1,63 @@
+"""``python -m asyncopd.worker KIND INDEX RUN_DIR``: one worker process, started by the supervisor.
+
+Everything it needs is in the run folder: the resolved configuration, the tokenised prompts, the ledger, the weights.
+"""
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from asyncopd.allocator import keep_freed_memory
+from asyncopd.queue.doorbell import Doorbell
+from asyncopd.queue.ledger import Ledger
+from asyncopd.run_folder import RunFolder
+from asyncopd.stage import Stage
+from asyncopd.tracking.trace import Tracer
+from asyncopd.workers import build_worker
+
+
+def main(argv: list[str]) -> int:
+    """Run one worker until the run is over, it is told to stop, or its parent is gone."""
+    kind, index, run_dir = argv
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    disable_progress_bar()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    folder = RunFolder(Path(run_dir))
+    config = folder.config()
+    name = f"{kind}-{index}"
+    with Tracer(folder.path, name) as tracer:
+        stage = Stage(
+            name=name,
+            run_dir=folder.path,
+            ledger=Ledger.open(folder.ledger_path),
+            tracer=tracer,
+            doorbell=Doorbell(folder.path, name),
+            seed=config.seed,
+            lease_s=config.queue.lease_s,
+            wakes=("scorer-0",) if kind == "rollout" else ("learner",),
+        )
+        threading.Thread(target=_obey_parent, args=(stage,), name="parent", daemon=True).start()
+        keep_freed_memory()
+        worker = build_worker(kind, stage, folder)
+        tracer.instant("ready")
+        worker.run()
+    return 0
+
+
+def _obey_parent(stage: Stage) -> None:
+    """Stop when told to; end at once when the pipe closes, because then the parent is gone."""
+    # Unbuffered: a daemon thread inside a buffered read holds a lock that the interpreter wants at its end.
+    while word := os.read(sys.stdin.fileno(), 64):
+        if b"stop" in word:
+            stage.stop()
+    if not stage.stopping:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Which worker processes a run has, and what each of them does."""
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from asyncopd.config import RunConfig
+from asyncopd.objectives import build_objective
+from asyncopd.prompts import read_prompts
+from asyncopd.publish import WeightStore
+from asyncopd.rollout.engine import RolloutEngine
+from asyncopd.rollout.pool import RolloutWorker
+from asyncopd.rollout.transformers_engine import TransformersEngine
+from asyncopd.run_folder import RunFolder, TokenIds
+from asyncopd.scoring import ScoringWorker
+from asyncopd.stage import Stage
+from asyncopd.supervisor import WorkerSpec
+from teacher_cache.scorer import Scorer
+from teacher_cache.transformers_scorer import TransformersScorer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def worker_specs(config: RunConfig) -> list[WorkerSpec]:
+    """The worker processes: ``rollout-0`` and on, and ``scorer-0``."""
+    _, rollout_threads, teacher_threads = config.threads(cores())
+    devices = config.rollout.devices.split(";") if config.rollout.devices else [""] * config.rollout.workers
+    rollouts = [
+        WorkerSpec(kind="rollout", index=index, threads=rollout_threads, devices=devices[index])
+        for index in range(config.rollout.workers)
+    ]
+    return [*rollouts, WorkerSpec(kind="scorer", index=0, threads=teacher_threads, devices=config.teacher.devices)]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def build_worker(kind: str, stage: Stage, folder: RunFolder) -> RolloutWorker | ScoringWorker:
+    """What a worker process runs: everything it needs is in the run folder."""
+    config = folder.config()
+    return _rollout_worker(stage, folder, config) if kind == "rollout" else _scoring_worker(stage, folder, config)
+
+
+def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> RolloutWorker:
+    return RolloutWorker(
+        stage=stage,
+        engine=ENGINES[config.rollout.engine](config, folder.token_ids()),
+        weights=WeightStore(folder.path),
+        prompts={prompt.index: prompt for prompt in read_prompts(folder.prompts_path)},
+        config=config.rollout,
+        pinned=config.lag is not None,
+    )
+
+
+def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> ScoringWorker:
+    objective = build_objective(config.objective)
+    draw = objective.draws.get("teacher")
+    return ScoringWorker(
+        stage=stage,
+        scorer=SCORERS[config.teacher.scorer](config, folder.token_ids()),
+        samples=config.teacher.samples,
+        teacher_draw=None if draw is None else draw.spec,
+        origins=objective.origins,
+    )
+
+
+def _student_design(config: RunConfig) -> str | None:
+    design = build_objective(config.objective).draws.get("student")
+    return None if design is None else design.spec
+
+
+def _device(devices: str) -> torch.device:
+    """The first GPU that the process sees, or the CPU."""
+    return torch.device("cuda" if devices and torch.cuda.is_available() else "cpu")
+
+
+def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+    return TransformersEngine(
+        config.student,
+        vocabulary=ids.vocabulary,
+        eos_token_ids=ids.eos_ids,
+        sampling=config.rollout.sampling,
+        run_seed=config.seed,
+        design=_student_design(config),
+        temperature=config.objective.temperature,
+        dtype=DTYPES[config.rollout.dtype],
+        device=_device(config.rollout.devices),
+    )
+
+
+def _transformers_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
+    return TransformersScorer(
+        config.teacher.model,
+        vocabulary=ids.vocabulary,
+        temperature=config.objective.temperature,
+        batch_tokens=config.teacher.batch_tokens,
+        dtype=DTYPES[config.teacher.dtype],
+        device=_device(config.teacher.devices),
+    )
+
+
+ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
+    "transformers": _transformers_engine,
+}
+SCORERS: dict[str, Callable[[RunConfig, TokenIds], Scorer]] = {
+    "transformers": _transformers_scorer,
+}
