@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncopd.errors import ConfigError, RolloutError
+from asyncopd.rollout.grouped_attention import grouped_attention
 from asyncopd.rollout.kv_cache import RowCache
 from asyncopd.rollout.sampling import SamplingConfig, draw_tokens, sampling_logprobs, token_uniforms
 from asyncopd.rollout.weights import load_weights_into
@@ -204,14 +205,15 @@ class TransformersEngine:
         index_L = torch.arange(length)
         positions = (index_L[-ids.shape[1] :] - pads_B[:, None]).clamp(min=0)
         mask_BL = (index_L >= pads_B[:, None]).long().to(self._device) if pads_B.any() else None
-        output = self._model(
-            input_ids=ids.to(self._device),
-            attention_mask=mask_BL,
-            position_ids=positions.to(self._device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with grouped_attention(self._model):
+            output = self._model(
+                input_ids=ids.to(self._device),
+                attention_mask=mask_BL,
+                position_ids=positions.to(self._device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1]
 
     def _sample(self, logits_BV: Tensor) -> None:
