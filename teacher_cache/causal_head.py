@@ -1,60 +1,23 @@
 """A causal language model in two halves: the body once, the head only where logits are wanted.
 
-Shape suffixes: N sequences, L positions, R rows (positions at which logits are wanted), C ids a row, H hidden size,
+Shape suffixes: N sequences, L positions, R rows (positions at which logits are wanted), H hidden size,
 V real vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from teacher_cache.errors import ScoringError
+from teacher_cache.logit_rows import LogitRows, normalised
 
 HEAD_ROWS = 128
 """Rows that go through the head at once: enough for an efficient product, few enough to be small."""
 
 CPU_ROWS = 16
 """Rows normalised at once on a CPU: few enough that several float32 passes over them stay in the processor's cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LogitRows:
-    """Distributions over the vocabulary at some rows.
-
-    first       index of the first row
-    shifted_RV  float32 logits at the temperature, less their maximum
-    log_z_R     float32 log of the sum of ``exp(shifted_RV)``: logprobs (nats) are ``shifted_RV - log_z_R``
-    probs_RV    float32 probabilities
-    """
-
-    first: int
-    shifted_RV: Tensor
-    log_z_R: Tensor
-    probs_RV: Tensor
-
-    def part(self, start: int, stop: int) -> "LogitRows":
-        """Rows ``start`` to ``stop`` of these."""
-        return LogitRows(
-            first=self.first + start,
-            shifted_RV=self.shifted_RV[start:stop],
-            log_z_R=self.log_z_R[start:stop],
-            probs_RV=self.probs_RV[start:stop],
-        )
-
-    def at(self, ids_RC: Tensor) -> Tensor:
-        """Logprobs (nats, float32) at given ids (int64)."""
-        return self.shifted_RV.gather(1, ids_RC) - self.log_z_R[:, None]
-
-    def all(self) -> Tensor:
-        """Logprobs (nats, float32) of the whole vocabulary."""
-        return self.shifted_RV - self.log_z_R[:, None]
-
-    def entropy(self) -> Tensor:
-        """Entropy (nats, float32)."""
-        return self.log_z_R - torch.linalg.vecdot(self.probs_RV, self.shifted_RV)
 
 
 class CausalHead:
@@ -127,17 +90,3 @@ class CausalHead:
                 f"the logits of {type(self._model).__name__} are not head(body(tokens)) with its config's scale and "
                 f"soft-cap (they differ by {apart:.3g}); teach CausalHead what this architecture does to them"
             )
-
-
-def normalised(logits_RV: Tensor, temperature: float, *, first: int = 0) -> LogitRows:
-    """Distributions of logits at ``temperature``, normalised over the vocabulary in float32.
-
-    The maximum is taken off before the division, so that the rounding of large logits is not scaled up.
-    """
-    shifted_RV = logits_RV.float()
-    shifted_RV = shifted_RV - shifted_RV.amax(dim=-1, keepdim=True)
-    if temperature != 1:
-        shifted_RV /= temperature
-    probs_RV = torch.softmax(shifted_RV, dim=-1)
-    # exp(0) / z is the largest probability, so its logarithm gives z without another pass of exponentials.
-    return LogitRows(first=first, shifted_RV=shifted_RV, log_z_R=-probs_RV.amax(dim=-1).log(), probs_RV=probs_RV)

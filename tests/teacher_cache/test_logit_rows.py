@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from teacher_cache.causal_head import normalised
+from teacher_cache.logit_rows import normalised
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
