@@ -120,7 +120,7 @@ def test_finished_rows_leave_the_batch_at_once(tiny_llama_dir: Path) -> None:
         before = running.in_flight
         ended = running.step()
         assert running.in_flight == before - len(ended)
-        assert running._cache is None or running._cache.rows == running.in_flight
+        assert running._running is None or running._running.cache.rows == running.in_flight
 
 
 def test_padding_that_all_rows_share_is_dropped(tiny_llama_dir: Path) -> None:
@@ -132,8 +132,8 @@ def test_padding_that_all_rows_share_is_dropped(tiny_llama_dir: Path) -> None:
     while running.in_flight == 2:
         running.step()
     running.step()
-    assert running._cache is not None
-    assert running._cache.length == 2 + 3
+    assert running._running is not None
+    assert running._running.cache.length == 2 + 3
 
 
 def test_a_short_answer_left_behind_by_a_long_prompt_is_unchanged(tiny_model_dir: Path) -> None:
