@@ -3,12 +3,15 @@
 import configparser
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
+import asyncopd.pipeline
+from asyncopd import RunConfig
 from asyncopd.objectives.divergences.divergence import linear_part
 from asyncopd.queue.selection import QueueRow
 from teacher_cache.designs import Draw
@@ -18,6 +21,7 @@ PREAMBLE = """
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 import torch
 from torch import Tensor
@@ -81,3 +85,16 @@ def test_every_pin_satisfies_the_range_that_the_package_states() -> None:
     for line in filter(None, map(str.strip, stated.splitlines())):
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins[requirement.name.lower()]), line
+
+
+def test_the_readmes_python_builds_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    started: list[RunConfig] = []
+
+    def start(config: RunConfig) -> SimpleNamespace:
+        started.append(config)
+        return SimpleNamespace(path=Path("runs/example"))
+
+    monkeypatch.setattr(asyncopd.pipeline, "run", start)
+    exec(compile(shown, "README.md", "exec"), {})
+    assert started[0].steps == 100
