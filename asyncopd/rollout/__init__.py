@@ -1,0 +1,1 @@
+"""Rollout: the engine seam, its engines, and the pool that steps them."""
