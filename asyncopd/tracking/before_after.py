@@ -1,5 +1,6 @@
 """The table at the end of a run: the student on held-out prompts, before and after."""
 
+import math
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -7,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncopd.tracking.metrics import EstimateLike, HeldOutLike
-from asyncopd.tracking.theme import ALARM_COLOUR, STAGE_COLOURS
+from asyncopd.tracking.theme import ALARM_COLOUR, MINUS, STAGE_COLOURS
 
 _GOOD = STAGE_COLOURS["learner"]
 
@@ -26,7 +27,7 @@ def before_after_table(
     figures.add_row("reverse KL, nats per token", *_row(before.reverse_kl, after.reverse_kl, 3, lower_is_better=True))
     figures.add_row("forward KL, nats per token", *_row(before.forward_kl, after.forward_kl, 3, lower_is_better=True))
     figures.add_row("answer length, tokens", *_row(before.mean_length, after.mean_length, 1))
-    share = f"{(after.eos_share - before.eos_share) * 100:+.0f} points"
+    share = f"{(after.eos_share - before.eos_share) * 100:+.0f} points".replace("-", MINUS)
     figures.add_row("answers that end with EOS", f"{before.eos_share:.0%}", f"{after.eos_share:.0%}", share)
     parts: list[RenderableType] = [figures, Text()]
     later = dict(after.samples)
@@ -56,8 +57,9 @@ def _row(
     style = ""
     if lower_is_better:
         style = f"bold {_GOOD if change < 0 else ALARM_COLOUR}"
-    return _estimate(before, digits), _estimate(after, digits), Text(f"{change:+.0%}", style=style)
+    return _estimate(before, digits), _estimate(after, digits), Text(f"{change:+.0%}".replace("-", MINUS), style=style)
 
 
 def _estimate(estimate: EstimateLike, digits: int) -> str:
-    return f"{estimate.mean:.{digits}f} ± {estimate.ci95:.{digits}f}"
+    interval = f" ± {estimate.ci95:.{digits}f}" if math.isfinite(estimate.ci95) else ""
+    return f"{estimate.mean:.{digits}f}{interval}"

@@ -1,5 +1,6 @@
 """A run on a terminal: progress, stages, queue, staleness and losses from one snapshot."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,8 @@ _STATE_STYLE = {
     "dead": ALARM_COLOUR,
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
-_BAR_CELLS = 20
+_BAR_CELLS = 14
+_LABEL_CELLS = 14
 _LOSSES = 200
 """Steps that the loss curve on the terminal goes back."""
 
@@ -29,9 +31,11 @@ _LOSSES = 200
 def render(snapshot: RunSnapshot) -> RenderableType:
     """The whole view, about 20 lines; as wide as the console it is printed on."""
     facts = snapshot.facts
-    title = Text.assemble((facts.name, "bold"), f"  {facts.mode}  ", (snapshot.state, _STATE_STYLE[snapshot.state]))
+    title = Text.assemble(
+        (facts.name, "bold default"), (f"  {facts.mode}  ", "default"), (snapshot.state, _STATE_STYLE[snapshot.state])
+    )
     body = Group(_progress(snapshot), Text(), _stages(snapshot), Text(), _queue(snapshot), Text(), _learning(snapshot))
-    return Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1))
+    return Panel(body, title=title, title_align="left", border_style="grey42", padding=(0, 1))
 
 
 def status(run_dir: Path, console: Console) -> None:
@@ -89,11 +93,11 @@ def _progress(snapshot: RunSnapshot) -> RenderableType:
 
 def _stages(snapshot: RunSnapshot) -> RenderableType:
     live = snapshot.state in ("starting", "running")
-    span = f"last {RECENT_S:.0f} s" if live else "whole run"
+    extent = f"{RECENT_S:.0f} s" if live else "whole run"
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("stage")
-    table.add_column(f"tokens/s, {span}", justify="right")
-    table.add_column("busy", min_width=_BAR_CELLS + 6)
+    table.add_column("tokens/s", justify="right")
+    table.add_column(f"busy, {extent}", min_width=_BAR_CELLS + 6)
     table.add_column("processes" if live else "")
     for stage in keys.STAGES:
         busy = snapshot.activity.busy[stage]
@@ -102,7 +106,7 @@ def _stages(snapshot: RunSnapshot) -> RenderableType:
             Text(stage, style=STAGE_COLOURS[stage]),
             f"{snapshot.activity.tokens_per_s[stage]:,.0f}",
             _bar(busy, STAGE_COLOURS[stage]),
-            Text("   ").join(_process(process) for process in members) if live or snapshot.state == "dead" else "",
+            Text("\n").join(_process(process) for process in members) if live or snapshot.state == "dead" else "",
         )
     note = Text(f"at least two stages at work: {snapshot.activity.overlap:.0%} of the time", style="dim")
     return Group(table, note)
@@ -126,32 +130,37 @@ def _queue(snapshot: RunSnapshot) -> RenderableType:
     queue = snapshot.queue
     if queue is None:
         return Text("queue: not open yet", style="dim")
-    line = Text.assemble(("queue   ", "dim"))
-    for state in keys.LIVE_STATES:
-        line.append(f"{queue.live.get(state, 0)} ", style="bold")
-        line.append(f"{state.lower()}   ", style=STATE_COLOURS[state])
-    line.append(f"{queue.trained} ", style="bold")
-    line.append("trained")
+    held = Text("  ").join(
+        Text.assemble((f"{queue.live.get(state, 0)}\N{NO-BREAK SPACE}", "bold"), (state.lower(), STATE_COLOURS[state]))
+        for state in keys.LIVE_STATES
+    )
+    final = Text.assemble((f"{queue.trained} ", "bold"), "trained")
     if queue.dropped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(queue.dropped.items()))
-        line.append(f"   dropped: {reasons}", style=ALARM_COLOUR)
-    return Group(_queue_bar(queue.live), line)
+        final.append(f"   dropped: {reasons}", style=ALARM_COLOUR)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True, min_width=_LABEL_CELLS)
+    grid.add_column()
+    grid.add_row("queue", _queue_bar(queue.live))
+    grid.add_row("", held)
+    grid.add_row("", final)
+    return grid
 
 
-def _queue_bar(live: Mapping[str, int], cells: int = 60) -> Text:
+def _queue_bar(live: Mapping[str, int], cells: int = 56) -> Text:
     """The live samples as one bar, a colour for each state; every state that has a sample gets at least one cell."""
     total = sum(live.values())
     bar = Text()
     for state in keys.LIVE_STATES:
         count = live.get(state, 0)
         if count:
-            bar.append("█" * max(1, round(count / total * cells)), style=STATE_COLOURS[state])
+            bar.append("━" * max(1, round(count / total * cells)), style=STATE_COLOURS[state])
     return bar if total else Text("empty", style="dim")
 
 
 def _learning(snapshot: RunSnapshot) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=_LABEL_CELLS)
     grid.add_column()
     grid.add_row("policy version", f"{snapshot.policy_version}")
     grid.add_row("staleness", _staleness(snapshot))
@@ -163,7 +172,8 @@ def _learning(snapshot: RunSnapshot) -> RenderableType:
         grid.add_row("divergence", f"{snapshot.divergence:.4f} nats per token, on the last batch")
     if snapshot.held_out:
         first, newest = snapshot.held_out[0], snapshot.held_out[-1]
-        text = f"{newest.mean:.3f} ± {newest.ci95:.3f} at version {newest.policy_version}"
+        interval = f" ± {newest.ci95:.3f}" if math.isfinite(newest.ci95) else ""
+        text = f"{newest.mean:.3f}{interval} at version {newest.policy_version}"
         before = f"   {first.mean:.3f} at version {first.policy_version}" if len(snapshot.held_out) > 1 else ""
         grid.add_row("held-out KL", Text.assemble((text, "bold"), (before, "dim")))
     return grid

@@ -1,12 +1,11 @@
-"""The sample queue as the views and the metrics show it, read from the ledger."""
+"""The sample queue as the views show it, read from the ledger."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncopd.errors import LedgerError
-from asyncopd.queue.ledger import BatchSample, Counts, Ledger
+from asyncopd.queue.ledger import Ledger
 from asyncopd.tracking import keys
 
 LEDGER_FILE = "ledger.sqlite"
@@ -41,35 +40,11 @@ def read_queue(run_dir: Path) -> QueueStatus | None:
         return None
     with ledger:
         counts = ledger.counts()
+        live = (counts.pending, counts.rolling, counts.rolled, counts.scoring, counts.scored, counts.leased)
         return QueueStatus(
-            live=live_counts(counts),
+            live=dict(zip(keys.LIVE_STATES, live, strict=True)),
             trained=counts.trained,
             dropped=dict(counts.dropped_by_reason),
             admitted=counts.admitted,
             policy_version=ledger.policy_version,
         )
-
-
-def live_counts(counts: Counts) -> dict[str, int]:
-    """Samples in each live state, in the order of the data path."""
-    numbers = (counts.pending, counts.rolling, counts.rolled, counts.scoring, counts.scored, counts.leased)
-    return dict(zip(keys.LIVE_STATES, numbers, strict=True))
-
-
-def queue_values(ledger: Ledger) -> dict[str, float]:
-    """Depth of the queue by state and ages of the samples in it, under their metric names; for a row of metrics."""
-    values = {f"{keys.QUEUE}/{state}": float(count) for state, count in live_counts(ledger.counts()).items()}
-    staleness = ledger.staleness()
-    for place, ages in (("in_flight", staleness.in_flight), ("in_queue", staleness.in_queue)):
-        values |= {keys.staleness_key(place, age): float(count) for age, count in ages}
-    return values
-
-
-def batch_values(samples: Sequence[BatchSample], version: int) -> dict[str, float]:
-    """Ages of the samples of a batch under their metric names; `version` is the policy's before the step."""
-    ages = Counter(version - sample.oldest_version for sample in samples)
-    if not ages:
-        return {}
-    values = {keys.staleness_key("training", age): float(count) for age, count in sorted(ages.items())}
-    mean = sum(age * count for age, count in ages.items()) / ages.total()
-    return {**values, keys.STALENESS_MEAN: mean, keys.STALENESS_MAX: float(max(ages))}

@@ -1,5 +1,6 @@
 """`report.html`: one self-contained page about a run, made from the files of its folder and made again at any time."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,12 +17,13 @@ from asyncopd.tracking.figures.timeline import busy_figure, steady_window, timel
 from asyncopd.tracking.metrics import Evaluation, read_evaluations, read_metrics
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import EstimateFigure, RunSummary, summarize
-from asyncopd.tracking.theme import STAGE_COLOURS
+from asyncopd.tracking.theme import MINUS, STAGE_COLOURS
 from asyncopd.tracking.trace import Interval, Span, read_trace
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
 _FIRST_S = 60
+_ANSWERS_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,7 @@ def write_report(run_dir: Path) -> Path:
         comparison=_comparison(summary),
         sections=_sections(run_dir, facts, summary),
         answers=_answers(evaluations),
+        answers_shown=_ANSWERS_SHOWN,
         evaluations=evaluations,
         config=_config(run_dir),
         stage_colours=STAGE_COLOURS,
@@ -140,7 +143,7 @@ def _comparison(summary: RunSummary) -> list[tuple[str, str, str, str]]:
         rows.append((label, _estimate(pair.before, digits), _estimate(pair.after, digits), change))
     before, after = held_out.eos_share.before.mean, held_out.eos_share.after.mean
     if before is not None and after is not None:
-        share = f"{(after - before) * 100:+.0f} points"
+        share = f"{(after - before) * 100:+.0f} points".replace("-", MINUS)
         rows.append(("Answers that end with EOS", f"{before:.0%}", f"{after:.0%}", share))
     return rows
 
@@ -220,7 +223,8 @@ def _config(run_dir: Path) -> str | None:
 def _estimate(figure: EstimateFigure, digits: int) -> str:
     if figure.mean is None:
         return "–"
-    interval = f" ± {figure.ci95:.{digits}f}" if figure.ci95 is not None else ""
+    known = figure.ci95 is not None and math.isfinite(figure.ci95)
+    interval = f" ± {figure.ci95:.{digits}f}" if known else ""
     return f"{figure.mean:.{digits}f}{interval}"
 
 
@@ -231,4 +235,4 @@ def _arrow(before: EstimateFigure, after: EstimateFigure) -> str:
 def _change(before: float | None, after: float | None) -> str:
     if not before or after is None:
         return "–"
-    return f"{(after - before) / before:+.0%}".replace("-", "\N{MINUS SIGN}")
+    return f"{(after - before) / before:+.0%}".replace("-", MINUS)

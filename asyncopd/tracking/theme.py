@@ -19,3 +19,6 @@ STATE_COLOURS: Mapping[str, str] = {
 
 IDLE_COLOUR = "#8d99a6"
 ALARM_COLOUR = "#cf4a46"
+
+MINUS = "\N{MINUS SIGN}"
+"""As wide as the plus sign, so that changes line up."""

@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 INK, MUTED, LINE, GROUND = "#010101", "#020202", "#030303", "#040404"
 """Stand-in colours: text and strong lines, labels, grid lines, and the ground of the page."""
@@ -82,6 +83,19 @@ def draw(
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return _for_page(buffer.getvalue(), name, alt)
+
+
+def time_unit(total_s: float) -> tuple[float, str]:
+    """The unit in which a stretch of time reads well: its length in seconds, and its name for an axis label."""
+    for unit_s, name in ((3600.0, "hours"), (60.0, "minutes")):
+        if total_s >= 3 * unit_s:
+            return unit_s, name
+    return 1.0, "seconds"
+
+
+def whole_numbers(axis: Axes) -> None:
+    """Ticks on the x axis at whole numbers alone, as counts of steps are."""
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
 
 def legend_above(axis: Axes, handles: Sequence[Artist] | None = None) -> None:

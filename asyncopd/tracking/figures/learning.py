@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from asyncopd.tracking import keys
-from asyncopd.tracking.activity import flowed_s
-from asyncopd.tracking.figures.canvas import INK, MUTED, draw, legend_above
+from asyncopd.tracking.activity import flowed_s, length
+from asyncopd.tracking.figures.canvas import INK, MUTED, draw, legend_above, time_unit, whole_numbers
 from asyncopd.tracking.metrics import MetricsRow
 from asyncopd.tracking.trace import Interval
 
@@ -20,7 +20,7 @@ _HELD_OUT = {
 _INTERVALS = frozenset(f"{name}/ci95" for name in _HELD_OUT)
 
 Points = tuple[list[float], list[float], list[float]]
-"""Policy version, minutes of wall time, value."""
+"""Policy versions, seconds of wall time, values."""
 
 
 def kl_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str | None:
@@ -30,28 +30,24 @@ def kl_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str | 
     if not any(points[0] for points in (*training.values(), *held_out.values())):
         return None
 
+    unit_s, unit = time_unit(length(windows) / 1e9)
+
     def paint(axes: Sequence[Axes]) -> None:
-        for place, axis in enumerate(axes):
+        for axis, place, scale in ((axes[0], 0, 1.0), (axes[1], 1, unit_s)):
             for name, points in training.items():
-                label = (
-                    "training batch" if len(training) == 1 else f"training batch, {name.removesuffix('/divergence')}"
-                )
-                axis.plot(points[place], points[2], color=_SERIES, alpha=0.28, linewidth=1.0)
-                axis.plot(points[place], smooth(points[2]), color=_SERIES, label=label)
-            for name, (label, colour) in _HELD_OUT.items():
-                points = held_out[name]
-                errors = _points(rows, windows, f"{name}/ci95")[2]
-                if points[0]:
-                    style = "o-" if name == keys.HELD_OUT_REVERSE_KL else "o--"
-                    axis.errorbar(
-                        points[place], points[2], yerr=errors if len(errors) == len(points[2]) else None,
-                        fmt=style, color=colour, markersize=4, linewidth=1.2, elinewidth=1.0, capsize=2.5, label=label,
-                    )  # fmt: skip
+                part = "" if len(training) == 1 else f", {name.removesuffix('/divergence')}"
+                x = [value / scale for value in points[place]]
+                axis.plot(x, points[2], color=_SERIES, alpha=0.28, linewidth=1.0)
+                axis.plot(x, smooth(points[2]), color=_SERIES, label=f"training batch{part}")
+            for name, points in held_out.items():
+                x = [value / scale for value in points[place]]
+                _plot_held_out(axis, name, x, points[2], _points(rows, windows, f"{name}/ci95")[2])
             axis.margins(x=0.02)
         axes[0].set_ylim(bottom=0, top=1.06 * _top(rows, training, held_out))
         axes[0].set_ylabel("nats per token")
         axes[0].set_xlabel("optimizer steps")
-        axes[1].set_xlabel("wall time, minutes")
+        whole_numbers(axes[0])
+        axes[1].set_xlabel(f"wall time, {unit}")
         legend_above(axes[0])
 
     return draw(paint, name="kl", alt="KL divergence against steps and wall time", columns=2, share_y=True, height=2.9)
@@ -69,10 +65,31 @@ def loss_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str 
             axis.plot(points[0], smooth(points[2]), color=_SERIES)
             axis.set_title(title, color=MUTED)
             axis.set_xlabel("optimizer steps")
-            axis.set_xlim(left=0)
+            axis.margins(x=0.02)
+            whole_numbers(axis)
             axis.set_ylim(bottom=min(0.0, *points[2]) if points[2] else 0.0)
 
     return draw(paint, name="loss", alt="Loss and gradient norm against steps", columns=2, height=2.2)
+
+
+def _plot_held_out(
+    axis: Axes, name: str, x: Sequence[float], means: Sequence[float], half_widths: Sequence[float]
+) -> None:
+    if not means:
+        return
+    label, colour = _HELD_OUT[name]
+    axis.errorbar(
+        x,
+        means,
+        yerr=half_widths if len(half_widths) == len(means) else None,
+        fmt="o-" if name == keys.HELD_OUT_REVERSE_KL else "o--",
+        color=colour,
+        label=label,
+        markersize=4,
+        linewidth=1.2,
+        elinewidth=1.0,
+        capsize=2.5,
+    )
 
 
 def _top(rows: Sequence[MetricsRow], training: Mapping[str, Points], held_out: Mapping[str, Points]) -> float:
@@ -101,5 +118,5 @@ def _divergences(rows: Sequence[MetricsRow]) -> list[str]:
 def _points(rows: Sequence[MetricsRow], windows: Sequence[Interval], name: str) -> Points:
     known = [(row, row.values[name]) for row in rows if math.isfinite(row.values.get(name, math.nan))]
     known.sort(key=lambda pair: pair[0].policy_version)
-    minutes = [flowed_s(int(row.time * 1e9), windows) / 60 for row, _ in known]
-    return [float(row.policy_version) for row, _ in known], minutes, [value for _, value in known]
+    seconds = [flowed_s(int(row.time * 1e9), windows) for row, _ in known]
+    return [float(row.policy_version) for row, _ in known], seconds, [value for _, value in known]

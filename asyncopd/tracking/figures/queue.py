@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from asyncopd.tracking import keys
-from asyncopd.tracking.activity import flowed_s
-from asyncopd.tracking.figures.canvas import MUTED, draw, legend_above
+from asyncopd.tracking.activity import flowed_s, length
+from asyncopd.tracking.figures.canvas import MUTED, draw, legend_above, time_unit, whole_numbers
 from asyncopd.tracking.metrics import MetricsRow, under
 from asyncopd.tracking.theme import STAGE_COLOURS, STATE_COLOURS
 from asyncopd.tracking.trace import Interval
@@ -39,7 +39,7 @@ def staleness_figure(rows: Sequence[MetricsRow], max_staleness: int) -> str | No
             axis.set_title(title)
             axis.set_xlabel("age, optimizer steps")
             axis.set_xlim(-0.6, oldest + 0.9)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            whole_numbers(axis)
             axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes[0].set_ylabel("share of samples")
 
@@ -54,22 +54,26 @@ def depth_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str
     logged = [row for row in rows if under(row.values, keys.QUEUE)]
     if len(logged) < 2:
         return None
-    minutes = [flowed_s(int(row.time * 1e9), windows) / 60 for row in logged]
+    unit_s, unit = time_unit(length(windows) / 1e9)
+    times = [flowed_s(int(row.time * 1e9), windows) / unit_s for row in logged]
     layers = {state: [row.values.get(f"{keys.QUEUE}/{state}", 0.0) for row in logged] for state in keys.LIVE_STATES}
     present = {state: layer for state, layer in layers.items() if any(layer)}
+    if not present:
+        # In sync mode nothing is left in the queue after a step.
+        return None
 
     def paint(axes: Sequence[Axes]) -> None:
         axis = axes[0]
         axis.stackplot(
-            minutes,
+            times,
             list(present.values()),
             labels=[state.lower() for state in present],
             colors=[STATE_COLOURS[state] for state in present],
             linewidth=0,
         )
-        axis.set_xlim(minutes[0], minutes[-1])
+        axis.set_xlim(times[0], max(times[-1], times[0] + 1e-3))
         axis.set_ylim(bottom=0)
-        axis.set_xlabel("wall time, minutes")
+        axis.set_xlabel(f"wall time, {unit}")
         axis.set_ylabel("samples")
         legend_above(axis)
 

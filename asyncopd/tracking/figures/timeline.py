@@ -14,7 +14,7 @@ from asyncopd.tracking.activity import (
     length,
     measure,
 )
-from asyncopd.tracking.figures.canvas import GROUND, INK, MUTED, draw, legend_above
+from asyncopd.tracking.figures.canvas import GROUND, INK, MUTED, draw, legend_above, time_unit
 from asyncopd.tracking.theme import IDLE_COLOUR, STAGE_COLOURS
 from asyncopd.tracking.trace import Interval, Span, stage_of
 
@@ -33,7 +33,8 @@ def busy_figure(spans: Sequence[Span], windows: Sequence[Interval], overall: Sta
         return None
     bins = _bins(windows)
     along = [measure(spans, bins[max(0, index - _REACH) : index + _REACH + 1]).busy for index in range(len(bins))]
-    minutes = _bin_centres(bins)
+    unit_s, unit = time_unit(overall.wall_s)
+    times = [centre / unit_s for centre in _bin_centres(bins)]
 
     def paint(axes: Sequence[Axes]) -> None:
         bars, lines = axes
@@ -50,11 +51,11 @@ def busy_figure(spans: Sequence[Span], windows: Sequence[Interval], overall: Sta
         bars.grid(visible=False)
         bars.set_title("whole run", color=MUTED)
         for stage in keys.STAGES:
-            lines.plot(minutes, [busy[stage] for busy in along], color=STAGE_COLOURS[stage], label=stage)
+            lines.plot(times, [busy[stage] for busy in along], color=STAGE_COLOURS[stage], label=stage)
         lines.set_ylim(0, 1.03)
-        lines.set_xlim(left=0, right=max(overall.wall_s / 60, minutes[-1]))
+        lines.set_xlim(left=0, right=overall.wall_s / unit_s)
         lines.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        lines.set_xlabel("wall time, minutes")
+        lines.set_xlabel(f"wall time, {unit}")
         lines.set_title("along the run", color=MUTED)
 
     return draw(
@@ -110,12 +111,12 @@ def _paint_span(axis: Axes, span: Span, row: int, window: Interval, *, labels: b
     if span.is_wait:
         axis.barh(row, seconds, left=left, height=_WAIT_HEIGHT, color=IDLE_COLOUR, alpha=0.55, linewidth=0)
         return
-    axis.barh(
-        row, seconds, left=left, height=_BAR_HEIGHT, color=_colour(span), edgecolor=GROUND, linewidth=0.8
-    )  # fmt: skip
+    room = seconds / ((window[1] - window[0]) / 1e9)
+    # An edge sets neighbours apart, but would hide a narrow bar.
+    edge = 0.8 if room > 0.01 else 0.0
+    axis.barh(row, seconds, left=left, height=_BAR_HEIGHT, color=_colour(span), edgecolor=GROUND, linewidth=edge)
     text = _label(span)
-    room = seconds / ((window[1] - window[0]) / 1e9) * 100
-    if labels and room > 1.15 * len(text) + 1:
+    if labels and room * 100 > 1.15 * len(text) + 1:
         axis.text(left + seconds / 2, row, text, ha="center", va="center", color="#ffffff", fontsize=8)
 
 
@@ -151,8 +152,9 @@ def _bins(windows: Sequence[Interval]) -> list[Interval]:
 
 
 def _bin_centres(bins: Sequence[Interval]) -> list[float]:
+    """Seconds of flow up to the middle of each piece."""
     centres, before = [], 0
     for start, end in bins:
-        centres.append((before + (end - start) / 2) / 60e9)
+        centres.append((before + (end - start) / 2) / 1e9)
         before += end - start
     return centres
