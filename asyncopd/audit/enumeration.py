@@ -20,6 +20,8 @@ from teacher_cache.noise import Noise
 
 _KAPPA_GRID = torch.linspace(-12.0, 45.0, 191, dtype=torch.float64)
 """Quadrature points of the gumbel threshold; the trapezium rule is exact to exp(-pi^2/0.3) for its density."""
+_NEGLIGIBLE = 1e-26
+"""Probability of a threshold so high that its weights, of about the square root of 1e26, do not show in the sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,7 +152,9 @@ def _gumbel(design: SupportDesign, log_g_V: Tensor, log_q_V: Tensor, student: bo
         key_NV[:, list(chosen)] += 2.0
         key_NV[:, outside[0]] += 1.0
         noise.append((-(log_g_V - key_NV).exp()).exp().clamp(min=1e-300, max=1.0 - 2.0**-53))
-    return _outcomes(_draw(design, log_g_V, torch.cat(noise), None), torch.cat(chance), None)
+    chance_N = torch.cat(chance)
+    kept = chance_N > _NEGLIGIBLE
+    return _outcomes(_draw(design, log_g_V, torch.cat(noise)[kept], None), chance_N[kept], None)
 
 
 def _two_phase(design: SupportDesign, log_g_V: Tensor, log_q_V: Tensor, student: bool) -> Outcomes:

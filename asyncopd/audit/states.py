@@ -38,8 +38,16 @@ def same_model(vocabulary: int) -> State:
 
 
 def disjoint(vocabulary: int) -> State:
-    """Student and teacher have their mass on different tokens, 15 nats apart; the behaviour policy is the student."""
-    half_V = torch.where(torch.arange(vocabulary) < vocabulary // 2, 7.5, -7.5).double()
+    """Student and teacher have their mass on different tokens, 8 nats apart; the behaviour policy is the student."""
+    half_V = torch.where(torch.arange(vocabulary) < vocabulary // 2, 4.0, -4.0).double()
     state = random_state(vocabulary, stale=False)
     student_TV = half_V + 0.3 * state.student_TV
     return State(student_TV=student_TV, teacher_TV=-half_V + 0.3 * state.teacher_TV, behaviour_TV=student_TV)
+
+
+def near(vocabulary: int) -> State:
+    """Student and teacher a few hundredths of a nat apart, where rounding shows."""
+    state = random_state(vocabulary, stale=False)
+    return State(
+        student_TV=state.student_TV, teacher_TV=state.student_TV + 0.1 * state.teacher_TV, behaviour_TV=state.student_TV
+    )

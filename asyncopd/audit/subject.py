@@ -72,6 +72,10 @@ class AuditBatch:
         """Student logprobs over the real ids, with gradient; float32 at least."""
         return logprobs(self.logits_TV, self.vocabulary)
 
+    def log_q_TV(self) -> Tensor:
+        """Teacher logprobs over the real ids."""
+        return logprobs(self.teacher_TV, self.vocabulary)
+
     def log_p_TC(self) -> Tensor:
         """Student logprobs at the candidates, with gradient."""
         return self.log_p_TV().gather(1, self.ids_TC)
@@ -82,7 +86,7 @@ class AuditBatch:
 
     def log_q_T(self) -> Tensor:
         """Teacher logprobs of the sampled tokens."""
-        return logprobs(self.teacher_TV, self.vocabulary).gather(1, self.token_T[:, None])[:, 0]
+        return self.log_q_TV().gather(1, self.token_T[:, None])[:, 0]
 
     def log_b_T(self) -> Tensor:
         """Behaviour logprobs of the sampled tokens."""

@@ -27,11 +27,14 @@ def hajek(log_p_TC: Tensor, log_q_TC: Tensor, w_TC: Tensor) -> Tensor:
 
 @torch.no_grad()
 def leave_one_out(log_p_TC: Tensor, log_q_TC: Tensor, w_TC: Tensor) -> Tensor:
-    """Mean over the *other* draws of ``(p/g) log(p/q)`` [T, C], nats, for draws with replacement (``w = 1/(C*g)``)."""
+    """Mean over the *other* draws of ``(p/g) log(p/q)`` [T, C], nats, for draws with replacement.
+
+    Their weight is ``1/(draws*g)``; empty slots are no draws.
+    """
     mass_TC = w_TC * log_p_TC.exp()
     share_TC = mass_TC * where_emitted(mass_TC.log(), log_p_TC - log_q_TC)
-    draws = log_p_TC.shape[-1]
-    return (share_TC.sum(-1, keepdim=True) - share_TC) * (draws / (draws - 1))
+    draws_T1 = (w_TC > 0).sum(-1, keepdim=True).to(w_TC.dtype)
+    return (share_TC.sum(-1, keepdim=True) - share_TC) * (draws_T1 / (draws_T1 - 1).clamp(min=1))
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ class SupportDesign(Protocol):
         """Candidates from the proposal.
 
         log_g_TV    proposal logprobs (nats) at the objective's temperature, float32 or float64; -inf for padded rows
-        noise       uniforms in (0, 1)
+        noise       uniforms in (0, 1), on any device
         sampled_T   the rollout's own tokens (int64) where the student proposes; None where the teacher does,
                     or where the own token must not be reused
         """

@@ -30,6 +30,6 @@ class Full:
 
     def draw(self, log_g_TV: Tensor, noise: Noise, sampled_T: Tensor | None) -> Draw:
         """No uniforms; the ids are one row seen T times (stride 0)."""
-        ids_TV = torch.arange(log_g_TV.shape[1]).expand(log_g_TV.shape)
+        ids_TV = torch.arange(log_g_TV.shape[1], device=log_g_TV.device).expand(log_g_TV.shape)
         log_w_TV = torch.zeros_like(log_g_TV, dtype=torch.float64).where(log_g_TV > -torch.inf, -torch.inf)
         return Draw(ids_TC=ids_TV, log_w_TC=log_w_TV)

@@ -41,7 +41,7 @@ class Gumbel:
     def draw(self, log_g_TV: Tensor, noise: Noise, sampled_T: Tensor | None) -> Draw:
         """V uniforms a position. With no more than K tokens of nonzero mass, all of them with weight 1."""
         size = log_g_TV.shape[1]
-        keys_TV = log_g_TV.double() - (-noise(size).log()).log()
+        keys_TV = log_g_TV.double() - (-noise(size).to(log_g_TV.device).log()).log()
         keys_TK, ids_TK = pad(keys_TV, (0, max(0, self.budget + 1 - size)), value=-torch.inf).topk(self.budget + 1)
         alive_TK = keys_TK[:, :-1] > -torch.inf
         ids_TK = ids_TK[:, :-1].where(alive_TK, 0)

@@ -64,7 +64,7 @@ class HeadTail:
             mass_TV = mass_TGB.flatten(1).scatter_(1, ids_TK, 0.0)
             sums_TG = block_sums(mass_TGB)
             total_T1 = sums_TG.sum(-1, keepdim=True)
-            found_TN = locate(mass_TGB, sums_TG, noise(self.draws) * total_T1)
+            found_TN = locate(mass_TGB, sums_TG, noise(self.draws).to(log_g_TV.device) * total_T1)
             tail_ids_TN = found_TN.where(total_T1 > 0, 0)
             log_w_TN = total_T1.log() - mass_TV.gather(1, tail_ids_TN).double().log() - log(self.draws)
             log_w_TN = log_w_TN.where(total_T1 > 0, -torch.inf)

@@ -28,13 +28,15 @@ def block_sums(mass_TGB: Tensor) -> Tensor:
 def largest(mass_TGB: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest masses in descending order, and their token ids (int64).
 
-    The largest ``count`` tokens lie in the ``count`` blocks with the largest maxima.
+    The largest ``count`` tokens lie in the ``count`` blocks with the largest maxima. Where fewer tokens have mass, the
+    rest are zeros with the id of the largest, so that every id is a token's and not the padding's.
     """
     blocks = min(count, mass_TGB.shape[1])
     block_TN = mass_TGB.amax(-1).topk(blocks, sorted=False).indices
     inside_TNB = mass_TGB.gather(1, block_TN[..., None].expand(-1, -1, _BLOCK))
     mass_TN, flat_TN = inside_TNB.flatten(1).topk(count)
-    return mass_TN, block_TN.gather(1, flat_TN // _BLOCK) * _BLOCK + flat_TN % _BLOCK
+    ids_TN = block_TN.gather(1, flat_TN // _BLOCK) * _BLOCK + flat_TN % _BLOCK
+    return mass_TN, ids_TN.where(mass_TN > 0, ids_TN[:, :1])
 
 
 def locate(mass_TGB: Tensor, sums_TG: Tensor, target_TK: Tensor) -> Tensor:

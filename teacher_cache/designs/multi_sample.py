@@ -49,6 +49,6 @@ class MultiSample:
             own_TN = sampled_T.long()[:, None]
         drawn = self.budget - own_TN.shape[1]
         if drawn:
-            own_TN = torch.cat([own_TN, locate(mass_TGB, sums_TG, noise(drawn) * total_T1)], dim=1)
+            own_TN = torch.cat([own_TN, locate(mass_TGB, sums_TG, noise(drawn).to(log_g_TV.device) * total_T1)], dim=1)
         log_w_TN = total_T1.log() - mass_TGB.flatten(1).gather(1, own_TN).double().log() - log(self.budget)
         return Draw(ids_TC=own_TN, log_w_TC=log_w_TN)

@@ -42,7 +42,7 @@ class Systematic:
 
     def draw(self, log_g_TV: Tensor, noise: Noise, sampled_T: Tensor | None) -> Draw:
         """One uniform a position. Only ratios of ``g`` matter: it need not be normalised to the last bit."""
-        size, budget = log_g_TV.shape[1], self.budget
+        size, budget, device = log_g_TV.shape[1], self.budget, log_g_TV.device
         mass_TGB = in_blocks(log_g_TV.exp())
         head_TN, head_ids_TN = largest(mass_TGB, min(budget, size))
         mass_TV = mass_TGB.flatten(1)
@@ -52,14 +52,14 @@ class Systematic:
         mass_TV.scatter_(1, head_ids_TN, 0.0)
         sums_TG = block_sums(mass_TGB)
         saturated_T1 = _saturated(head_TN.double(), sums_TG.sum(-1, keepdim=True), budget)
-        rank_N = torch.arange(head_TN.shape[1])
+        rank_N = torch.arange(head_TN.shape[1], device=device)
         back_TN = head_TN.where(rank_N >= saturated_T1, 0.0)
-        mass_TV.scatter_(1, head_ids_TN, back_TN)
+        mass_TV.scatter_add_(1, head_ids_TN, back_TN)
         sums_TG.scatter_add_(1, head_ids_TN // mass_TGB.shape[2], back_TN.double())
 
-        slot_TK = torch.arange(budget) - saturated_T1
+        slot_TK = torch.arange(budget, device=device) - saturated_T1
         step_T1 = sums_TG.sum(-1, keepdim=True) / (budget - saturated_T1).clamp(min=1)
-        line_ids_TK = locate(mass_TGB, sums_TG, (noise(1) + slot_TK).clamp(min=0.0) * step_T1)
+        line_ids_TK = locate(mass_TGB, sums_TG, (noise(1).to(device) + slot_TK).clamp(min=0.0) * step_T1)
         log_w_TK = step_T1.log() - mass_TV.gather(1, line_ids_TK).double().log()
 
         certain_ids_TK = pad(head_ids_TN, (0, budget - head_ids_TN.shape[1]))
@@ -74,7 +74,7 @@ def _saturated(head_TN: Tensor, rest_T1: Tensor, budget: int) -> Tensor:
     The smallest ``s`` with ``(K - s) * g_(s) <= mass of the tokens from s on``. Suffix sums, because 1 minus the mass
     of the head cancels where the head has nearly all of it.
     """
-    rank_N = torch.arange(head_TN.shape[1])
+    rank_N = torch.arange(head_TN.shape[1], device=head_TN.device)
     from_here_TN = head_TN.flip(-1).cumsum(-1).flip(-1) + rest_T1
     fits_TN = (budget - rank_N) * head_TN <= from_here_TN
     if head_TN.shape[1] < budget:

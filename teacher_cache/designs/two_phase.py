@@ -49,16 +49,20 @@ class TwoPhase:
         """The first phase: M candidates."""
         return Systematic(self.first_budget).draw(log_g_TV, noise, sampled_T)
 
+    def log_sizes(self, log_w_TC: Tensor, log_g_TC: Tensor, log_q_TC: Tensor) -> Tensor:
+        """Log of the size that each first-phase candidate is kept in proportion to [T, C]; -inf for empty slots."""
+        apart_TC = (log_g_TC - log_q_TC).abs().nan_to_num(nan=_CEILING).clamp(max=_CEILING)
+        return (log_w_TC + log_g_TC + (apart_TC + _FLOOR).log()).where(log_w_TC > -torch.inf, -torch.inf)
+
     def thin(
         self, *, ids_TC: Tensor, log_w_TC: Tensor, log_g_TC: Tensor, log_q_TC: Tensor, noise: Noise
     ) -> tuple[Draw, Tensor]:
         """The second phase: K of the M, and the teacher's logprobs at them; all NaN where a score is not finite."""
-        log_w_TC, log_g_TC = log_w_TC.double(), log_g_TC.double()
-        alive_TC = log_w_TC > -torch.inf
-        whole_T1 = (log_q_TC.isfinite() | ~alive_TC).all(-1, keepdim=True)
-        apart_TC = (log_g_TC - log_q_TC.double()).abs().nan_to_num(nan=_CEILING).clamp(max=_CEILING)
-        log_size_TC = (log_w_TC + log_g_TC + (apart_TC + _FLOOR).log()).where(alive_TC, -torch.inf)
-        kept = Systematic(self.budget).draw(log_size_TC, noise, None)
-        log_w_TK = log_w_TC.gather(1, kept.ids_TC) + kept.log_w_TC
-        draw = Draw(ids_TC=ids_TC.long().gather(1, kept.ids_TC), log_w_TC=log_w_TK)
+        log_w_TC = log_w_TC.double()
+        whole_T1 = (log_q_TC.isfinite() | (log_w_TC == -torch.inf)).all(-1, keepdim=True)
+        sizes_TC = self.log_sizes(log_w_TC, log_g_TC.double(), log_q_TC.double())
+        kept = Systematic(self.budget).draw(sizes_TC, noise, None)
+        draw = Draw(
+            ids_TC=ids_TC.long().gather(1, kept.ids_TC), log_w_TC=log_w_TC.gather(1, kept.ids_TC) + kept.log_w_TC
+        )
         return draw, log_q_TC.gather(1, kept.ids_TC).where(whole_T1, torch.nan)
