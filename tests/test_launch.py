@@ -1,15 +1,9 @@
 """The launcher starts what it is asked for, and a stop typed at a terminal reaches the learner, not the launcher."""
 
-import fcntl
 import os
-import pty
-import signal
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import accelerate.utils
@@ -18,6 +12,7 @@ import torch
 
 from asyncopd.errors import ConfigError
 from asyncopd.launch import LaunchOptions, learner_environment, parse_options, rank_environments
+from tests.terminal import CTRL_C, is_alive, terminal, until
 
 CONFIGS = Path(__file__).parent.parent / "asyncopd" / "accelerate_config"
 LAUNCH = "import sys; from asyncopd.launch import launch; sys.exit(launch(sys.argv[1:]))"
@@ -60,51 +55,10 @@ def learner(tmp_path: Path) -> Path:
     return script
 
 
-@contextmanager
-def terminal(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a command as the foreground job of a terminal of its own; yields it and the typist's end."""
-    typist, screen = pty.openpty()
-
-    def take_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [sys.executable, "-c", *command],
-        stdin=screen,
-        stdout=screen,
-        stderr=screen,
-        start_new_session=True,
-        preexec_fn=take_terminal,
-    )
-    os.close(screen)
-    try:
-        yield process, typist
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        os.close(typist)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_ctrl_c_is_awaited_until_the_learner_has_written_its_checkpoint(learner: Path, tmp_path: Path) -> None:
-    with terminal(LAUNCH, "--cpu", str(learner), str(tmp_path)) as (launcher, typist):
+    with terminal(sys.executable, "-c", LAUNCH, "--cpu", str(learner), str(tmp_path)) as (launcher, typist):
         until((tmp_path / "pid-0").exists)
-        os.write(typist, b"\x03")
+        os.write(typist, CTRL_C)
         until((tmp_path / "stopping-0").exists)
         assert launcher.poll() is None
         assert launcher.wait(10) == 0
@@ -115,12 +69,12 @@ def test_ctrl_c_is_awaited_until_the_learner_has_written_its_checkpoint(learner:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_ctrl_c_quits_at_once_and_leaves_nothing_alive(learner: Path, tmp_path: Path, processes: int) -> None:
     ranks = range(processes)
-    with terminal(SUPERVISE, str(processes), str(learner), str(tmp_path)) as (launcher, typist):
+    with terminal(sys.executable, "-c", SUPERVISE, str(processes), str(learner), str(tmp_path)) as (launcher, typist):
         until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in ranks))
-        os.write(typist, b"\x03")
+        os.write(typist, CTRL_C)
         until(lambda: all((tmp_path / f"stopping-{rank}").exists() for rank in ranks))
         pressed = time.monotonic()
-        os.write(typist, b"\x03")
+        os.write(typist, CTRL_C)
         assert launcher.wait(10) == 130
         assert time.monotonic() - pressed < 0.9
     assert not list(tmp_path.glob("checkpoint-*"))
@@ -128,15 +82,15 @@ def test_a_second_ctrl_c_quits_at_once_and_leaves_nothing_alive(learner: Path, t
 
 
 def test_ctrl_c_reaches_every_rank_and_is_awaited(learner: Path, tmp_path: Path) -> None:
-    with terminal(SUPERVISE, "2", str(learner), str(tmp_path)) as (launcher, typist):
+    with terminal(sys.executable, "-c", SUPERVISE, "2", str(learner), str(tmp_path)) as (launcher, typist):
         until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
-        os.write(typist, b"\x03")
+        os.write(typist, CTRL_C)
         assert launcher.wait(10) == 0
         assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
 
 
 def test_sigterm_to_the_launcher_alone_is_passed_on(learner: Path, tmp_path: Path) -> None:
-    with terminal(SUPERVISE, "1", str(learner), str(tmp_path)) as (launcher, _):
+    with terminal(sys.executable, "-c", SUPERVISE, "1", str(learner), str(tmp_path)) as (launcher, _):
         until((tmp_path / "pid-0").exists)
         launcher.terminate()
         until((tmp_path / "stopping-0").exists)
