@@ -1,5 +1,6 @@
 """How busy the stages of a run were, and how much they overlapped, by an exact sweep over the spans' end points."""
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,15 +28,19 @@ class StageActivity:
     overlap: float
 
 
-def measure(spans: Iterable[Span], windows: Sequence[Interval]) -> StageActivity:
-    """Activity within the windows taken together. A window of no length gives zeros."""
+def measure(spans: Iterable[Span], windows: Sequence[Interval], processes: Iterable[str] = ()) -> StageActivity:
+    """Activity within the windows taken together. A window of no length gives zeros.
+
+    processes   count in the mean of their stage even if they have no span; the others are those that have one
+    """
     windows = union(windows)
     wall_ns = length(windows)
-    spans = [span for span in spans if any(span.start_ns < end and span.end_ns >= start for start, end in windows)]
+    spans = list(spans)
     if wall_ns == 0:
         nothing = dict.fromkeys(STAGES, 0.0)
         return StageActivity(wall_s=0.0, busy=nothing, tokens_per_s=nothing, overlap=0.0)
-    work = {process: intersect(work, windows) for process, work in work_by_process(spans).items()}
+    work: dict[str, list[Interval]] = {process: [] for process in processes}
+    work |= {process: intersect(intervals, windows) for process, intervals in work_by_process(spans).items()}
     busy: dict[str, float] = {}
     by_stage: list[list[Interval]] = []
     for stage in STAGES:
@@ -48,6 +53,19 @@ def measure(spans: Iterable[Span], windows: Sequence[Interval]) -> StageActivity
         tokens_per_s={stage: _tokens(stage, spans, windows) / (wall_ns / 1e9) for stage in STAGES},
         overlap=length(covered_at_least(2, by_stage)) / wall_ns,
     )
+
+
+def busy_along(spans: Iterable[Span], pieces: Sequence[Interval]) -> list[dict[str, float]]:
+    """Busy fraction of each stage in each piece of time; work is prepared once, whatever the number of pieces."""
+    work = work_by_process(spans)
+    members = {stage: [found for process, found in work.items() if stage_of(process) == stage] for stage in STAGES}
+    return [
+        {
+            stage: sum(length(_clip(intervals, piece)) for intervals in found) / length([piece]) / max(1, len(found))
+            for stage, found in members.items()
+        }
+        for piece in pieces
+    ]
 
 
 def run_windows(trace: Trace) -> list[Interval]:
@@ -130,6 +148,13 @@ def covered_at_least(depth: int, layers: Sequence[Sequence[Interval]]) -> list[I
 def length(intervals: Iterable[Interval]) -> int:
     """Total length of disjoint intervals, nanoseconds."""
     return sum(end - start for start, end in intervals)
+
+
+def _clip(intervals: Sequence[Interval], piece: Interval) -> list[Interval]:
+    """The part of disjoint, ordered intervals that lies within one piece."""
+    first = bisect.bisect_right(intervals, piece[0], key=lambda interval: interval[1])
+    behind = bisect.bisect_left(intervals, piece[1], key=lambda interval: interval[0])
+    return [(max(start, piece[0]), min(end, piece[1])) for start, end in intervals[first:behind]]
 
 
 def _tokens(stage: str, spans: Sequence[Span], windows: Sequence[Interval]) -> float:

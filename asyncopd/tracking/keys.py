@@ -28,8 +28,6 @@ Per evaluation:
 LOSS = "loss"
 DIVERGENCE = "divergence"
 GRAD_NORM = "grad_norm"
-LEARNING_RATE = "lr"
-TOKENS = "tokens"
 STEP_SECONDS = "step_s"
 WAIT_SECONDS = "wait_s"
 LOGPROB_GAP = "logprob_gap/staleness_0"
@@ -37,20 +35,19 @@ ON_POLICY_TOKENS = "tokens/staleness_0"
 
 STALENESS_MEAN = "staleness/mean"
 STALENESS_MAX = "staleness/max"
-STALENESS_PLACES = ("in_flight", "in_queue", "training")
 
 QUEUE = "queue"
 LIVE_STATES = ("PENDING", "ROLLING", "ROLLED", "SCORING", "SCORED", "LEASED")
 
-HELD_OUT = "held_out"
 HELD_OUT_REVERSE_KL = "held_out/reverse_kl"
 HELD_OUT_FORWARD_KL = "held_out/forward_kl"
 HELD_OUT_LENGTH = "held_out/mean_length"
 HELD_OUT_EOS = "held_out/eos_share"
 
 STAGES = ("rollout", "teacher", "learner")
+"""In the order of the data path."""
 
 
 def staleness_key(place: str, age: int) -> str:
-    """Name of the count of samples of one age (optimizer steps) in one place of `STALENESS_PLACES`."""
+    """Name of the number of samples of one age (optimizer steps) in one place: in_flight, in_queue or training."""
     return f"staleness/{place}/{age}"

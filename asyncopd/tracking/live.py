@@ -2,11 +2,15 @@
 
 import logging
 import sqlite3
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich import get_console
 from rich.console import Console
 from rich.live import Live
 
@@ -30,7 +34,7 @@ class LiveView:
 
     def __init__(self, run_dir: Path, console: Console | None = None) -> None:
         self._run_dir = Path(run_dir)
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else get_console()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._show, name="live-view", daemon=True)
         self._watcher: RunWatcher | None = None
@@ -52,7 +56,9 @@ class LiveView:
             self._write_lines()
 
     def _draw(self) -> None:
-        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+        with Live(console=self._console, auto_refresh=False) as live, _logs_above():
+            # A second Ctrl-C ends the process at once, and a hidden cursor would stay hidden.
+            self._console.show_cursor()
             while True:
                 stopping = self._stop.wait(REFRESH_S)
                 snapshot = self._snapshot()
@@ -78,3 +84,21 @@ class LiveView:
         except (AsyncOPDError, OSError, sqlite3.Error) as error:
             _log.debug("no snapshot of %s: %s", self._run_dir, error)
             return None
+
+
+@contextmanager
+def _logs_above() -> Iterator[None]:
+    """Log lines appear above the view: `Live` has put itself in the place of sys.stderr, which handlers made before it
+    do not know."""
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__)
+    ]
+    streams = [handler.setStream(sys.stderr) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, streams, strict=True):
+            if stream is not None:
+                handler.setStream(stream)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from asyncopd.tracking import keys
 from asyncopd.tracking.jsonl import JsonLinesFollower, JsonLinesWriter, as_float
 
 METRICS_FILE = "metrics.jsonl"
@@ -93,7 +94,11 @@ class MetricsLog:
     def evaluation(self, policy_version: int, held_out: HeldOutLike) -> None:
         """Append an evaluation with its sample answers; `log(version, held_out_values(...))` is what gets drawn."""
         record: dict[str, Any] = {"policy_version": policy_version, "time": time.time()}
-        for name, estimate in _estimates(held_out).items():
+        for name, estimate in (
+            ("reverse_kl", held_out.reverse_kl),
+            ("forward_kl", held_out.forward_kl),
+            ("mean_length", held_out.mean_length),
+        ):
             record[name] = {"mean": float(estimate.mean), "ci95": float(estimate.ci95)}
         record["eos_share"] = float(held_out.eos_share)
         record["samples"] = [[prompt, answer] for prompt, answer in held_out.samples]
@@ -149,10 +154,14 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 def held_out_values(held_out: HeldOutLike) -> dict[str, float]:
     """The numbers of an evaluation under their metric names (`held_out/...`)."""
-    values: dict[str, float] = {"held_out/eos_share": float(held_out.eos_share)}
-    for name, estimate in _estimates(held_out).items():
-        values[f"held_out/{name}/mean"] = float(estimate.mean)
-        values[f"held_out/{name}/ci95"] = float(estimate.ci95)
+    values = {keys.HELD_OUT_EOS: float(held_out.eos_share)}
+    for name, estimate in (
+        (keys.HELD_OUT_REVERSE_KL, held_out.reverse_kl),
+        (keys.HELD_OUT_FORWARD_KL, held_out.forward_kl),
+        (keys.HELD_OUT_LENGTH, held_out.mean_length),
+    ):
+        values[f"{name}/mean"] = float(estimate.mean)
+        values[f"{name}/ci95"] = float(estimate.ci95)
     return values
 
 
@@ -185,14 +194,6 @@ def _flat(values: Values, prefix: str) -> Iterator[tuple[str, float]]:
             yield f"{prefix}{name}", value
         else:
             raise TypeError(f"metric {prefix}{name} is a {type(value).__name__}; log a float, int or a mapping of them")
-
-
-def _estimates(held_out: HeldOutLike) -> dict[str, EstimateLike]:
-    return {
-        "reverse_kl": held_out.reverse_kl,
-        "forward_kl": held_out.forward_kl,
-        "mean_length": held_out.mean_length,
-    }
 
 
 def _row(record: Mapping[str, Any], names: Collection[str] | None) -> MetricsRow:

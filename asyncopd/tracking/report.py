@@ -152,7 +152,7 @@ def _sections(run_dir: Path, facts: RunFacts, summary: RunSummary) -> list[Secti
     rows = read_metrics(run_dir)
     trace = read_trace(run_dir)
     windows = run_windows(trace)
-    activity = measure(trace.spans, windows)
+    activity = measure(trace.spans, windows, trace.processes)
     drawn = [
         (
             "Distance to the teacher",

@@ -31,13 +31,16 @@ class RunFacts:
     description: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, run_dir: Path) -> None:
+        """Write `run.json` in one piece, since views may read it at any time."""
         path = Path(run_dir) / RUN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        partial.replace(path)
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """Raises AsyncOPDError when the folder is not that of a run."""
+        """What `write` wrote; raises AsyncOPDError when the folder is not that of a run."""
         path = Path(run_dir) / RUN_FILE
         try:
             return cls(**json.loads(path.read_text()))

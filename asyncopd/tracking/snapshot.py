@@ -137,7 +137,7 @@ class RunWatcher:
             begin = windows[-1][0] if windows else now_ns - int(RECENT_S * 1e9)
             return _recent_activity(trace, begin, now_ns)
         whole = read_trace(self._run_dir)
-        return measure(whole.spans, run_windows(whole))
+        return measure(whole.spans, run_windows(whole), whole.processes)
 
 
 def _status(record: ProcessRecord, trace: Trace, now_ns: int) -> ProcessStatus:
@@ -167,7 +167,7 @@ def _recent_activity(trace: Trace, begin: int, now_ns: int) -> StageActivity:
     start = max(begin, now_ns - int(RECENT_S * 1e9))
     recent = [span for span in trace.spans if span.end_ns > start]
     recent += [replace(span, end_ns=now_ns) for span in trace.open_spans.values()]
-    return measure(recent, [(start, now_ns)])
+    return measure(recent, [(start, now_ns)], trace.processes)
 
 
 def _left_s(rows: Sequence[MetricsRow], steps: int, version: int) -> float | None:

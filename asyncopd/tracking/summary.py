@@ -103,7 +103,7 @@ def summarize(run_dir: Path) -> RunSummary:
     facts = RunFacts.read(run_dir)
     rows = read_metrics(run_dir)
     trace = read_trace(run_dir)
-    activity = measure(trace.spans, run_windows(trace))
+    activity = measure(trace.spans, run_windows(trace), trace.processes)
     queue = read_queue(run_dir)
     gaps = [(value, row.values.get(keys.ON_POLICY_TOKENS, 1.0)) for row, value in series(rows, keys.LOGPROB_GAP)]
     reached = max((row.policy_version for row in rows), default=0)

@@ -2,7 +2,16 @@
 
 import random
 
-from asyncopd.tracking.activity import covered_at_least, flowed_s, intersect, length, measure, subtract, union
+from asyncopd.tracking.activity import (
+    busy_along,
+    covered_at_least,
+    flowed_s,
+    intersect,
+    length,
+    measure,
+    subtract,
+    union,
+)
 from asyncopd.tracking.trace import Span
 
 
@@ -36,6 +45,11 @@ def test_two_processes_of_one_stage_do_not_make_an_overlap():
 def test_busy_is_the_mean_over_the_processes_of_a_stage():
     spans = [span("rollout-0", "decode", 0, 4), span("rollout-1", "decode", 0, 1)]
     assert measure(spans, window(0, 4)).busy["rollout"] == (1 + 0.25) / 2
+
+
+def test_a_process_without_a_span_counts_as_idle():
+    busy = measure([span("rollout-0", "decode", 0, 4)], window(0, 4), ["rollout-0", "rollout-1"]).busy
+    assert busy["rollout"] == 0.5
 
 
 def test_a_wait_is_idle_also_inside_a_span_of_work():
@@ -93,3 +107,17 @@ def test_interval_operations_agree_with_counting_points():
 def test_flowed_time_leaves_pauses_out():
     windows = window(10, 20) + window(100, 110)
     assert [flowed_s(int(t * 1e9), windows) for t in (0, 15, 50, 105, 500)] == [0, 5, 10, 15, 20]
+
+
+def test_busy_along_the_run_is_what_measure_gives_for_each_piece():
+    generator = random.Random(1)
+    names = ("rollout-0", "rollout-1", "scorer-0", "learner")
+    spans = []
+    for start in range(40):
+        name = generator.choice(["step", "wait", "decode"])
+        spans.append(span(generator.choice(names), name, start, start + generator.randint(1, 5)))
+    pieces = [piece for second in range(0, 45, 3) for piece in window(second, second + 3)]
+    whole = measure(spans, window(0, 45)).busy
+    along = busy_along(spans, pieces)
+    for stage in whole:
+        assert abs(sum(busy[stage] for busy in along) / len(along) - whole[stage]) < 1e-9

@@ -1,6 +1,7 @@
 """Who worked when: the stages' busy fractions, and the spans of every process on one time axis."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -11,18 +12,22 @@ from asyncopd.tracking import keys
 from asyncopd.tracking.activity import (
     THROUGHPUT_SPAN,
     StageActivity,
+    busy_along,
+    flowed_s,
     length,
-    measure,
 )
 from asyncopd.tracking.figures.canvas import GROUND, INK, MUTED, draw, legend_above, time_unit
+from asyncopd.tracking.figures.learning import smooth
 from asyncopd.tracking.theme import IDLE_COLOUR, STAGE_COLOURS
 from asyncopd.tracking.trace import Interval, Span, stage_of
 
-_BINS = 60
+_PIECES = 60
 _REACH = 2
-"""Bins on either side that a point of the curve averages over, so that it does not follow single batches."""
+"""Pieces on either side that a point of the curve averages over, so that it does not follow single batches."""
 _BAR_HEIGHT = 0.62
 _WAIT_HEIGHT = 0.1
+_GRAINS = 800
+"""Parts of a timeline that can be told apart by eye."""
 _OTHER_WORK = 0.5
 """How far the colour of a stage's other work (publish, checkpoint, load_weights ...) goes towards grey."""
 
@@ -31,10 +36,11 @@ def busy_figure(spans: Sequence[Span], windows: Sequence[Interval], overall: Sta
     """Busy fraction of each stage over the run and along it; None when nothing was traced."""
     if not windows or overall.wall_s <= 0:
         return None
-    bins = _bins(windows)
-    along = [measure(spans, bins[max(0, index - _REACH) : index + _REACH + 1]).busy for index in range(len(bins))]
+    pieces = _pieces(windows)
+    busy = busy_along(spans, pieces)
+    along = {stage: smooth([share[stage] for share in busy], _REACH) for stage in keys.STAGES}
     unit_s, unit = time_unit(overall.wall_s)
-    times = [centre / unit_s for centre in _bin_centres(bins)]
+    times = [flowed_s((start + end) // 2, windows) / unit_s for start, end in pieces]
 
     def paint(axes: Sequence[Axes]) -> None:
         bars, lines = axes
@@ -50,8 +56,8 @@ def busy_figure(spans: Sequence[Span], windows: Sequence[Interval], overall: Sta
         bars.spines["bottom"].set_visible(False)
         bars.grid(visible=False)
         bars.set_title("whole run", color=MUTED)
-        for stage in keys.STAGES:
-            lines.plot(times, [busy[stage] for busy in along], color=STAGE_COLOURS[stage], label=stage)
+        for stage, shares in along.items():
+            lines.plot(times, shares, color=STAGE_COLOURS[stage], label=stage)
         lines.set_ylim(0, 1.03)
         lines.set_xlim(left=0, right=overall.wall_s / unit_s)
         lines.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -71,13 +77,14 @@ def timeline_figure(spans: Sequence[Span], window: Interval, *, name: str, title
     inside = [span for span in spans if span.end_ns > window[0] and span.start_ns < window[1]]
     if not inside:
         return None
+    grain_ns = (window[1] - window[0]) // _GRAINS
     order = {stage: place for place, stage in enumerate(keys.STAGES)}
     processes = sorted({span.process for span in inside}, key=lambda name: (order.get(stage_of(name), 9), name))
 
     def paint(axes: Sequence[Axes]) -> None:
         axis = axes[0]
         for row, process in enumerate(processes):
-            for span in (span for span in inside if span.process == process):
+            for span in _joined([span for span in inside if span.process == process], grain_ns):
                 _paint_span(axis, span, row, window, labels=labels)
         axis.set_yticks(range(len(processes)), processes)
         axis.tick_params(axis="y", labelcolor=INK)
@@ -140,9 +147,9 @@ def _timeline_legend(axis: Axes) -> None:
     legend_above(axis, patches)
 
 
-def _bins(windows: Sequence[Interval]) -> list[Interval]:
-    """The windows cut into about `_BINS` pieces of one length; none reaches over a pause."""
-    piece = max(1, length(windows) // _BINS)
+def _pieces(windows: Sequence[Interval]) -> list[Interval]:
+    """The windows cut into about `_PIECES` pieces of one length; none reaches over a pause."""
+    piece = max(1, length(windows) // _PIECES)
     return [
         (start, min(start + piece, end))
         for begin, end in windows
@@ -151,10 +158,21 @@ def _bins(windows: Sequence[Interval]) -> list[Interval]:
     ]
 
 
-def _bin_centres(bins: Sequence[Interval]) -> list[float]:
-    """Seconds of flow up to the middle of each piece."""
-    centres, before = [], 0
-    for start, end in bins:
-        centres.append((before + (end - start) / 2) / 1e9)
-        before += end - start
-    return centres
+def _joined(spans: Sequence[Span], grain_ns: int) -> list[Span]:
+    """The spans of one process in order, short neighbours of one name as one: a page need not hold what none can see.
+
+    grain_ns   what is shorter than this, and what lies closer together, is joined
+    """
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and before.name == span.name
+            and span.start_ns - before.end_ns < grain_ns
+            and min(span.end_ns - span.start_ns, before.end_ns - before.start_ns) < grain_ns
+        ):
+            joined[-1] = replace(before, end_ns=max(before.end_ns, span.end_ns))
+        else:
+            joined.append(span)
+    return joined
