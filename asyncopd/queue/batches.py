@@ -79,9 +79,16 @@ def commit_step(connection: sqlite3.Connection, plan: LedgerPlan, batch: Batch, 
         " WHERE state >= 6 AND forgotten = 0 AND final_at = ? AND state = 7",
         (version,),
     ).fetchone()
+    totals = connection.execute(
+        "SELECT all_samples, all_trained_tokens, all_dropped, all_dropped_tokens"
+        " FROM steps ORDER BY version DESC LIMIT 1"
+    ).fetchone() or (0, 0, 0, 0)
+    trained = sum(row[2] for row in rows)
+    own = (len(rows), trained, dropped, dropped_tokens)
     connection.execute(
-        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (version, now, len(rows), sum(staleness), max(staleness), sum(row[2] for row in rows), dropped, dropped_tokens),
+        "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (version, now, len(rows), sum(staleness), max(staleness), trained, dropped, dropped_tokens)
+        + tuple(total + part for total, part in zip(totals, own, strict=True)),
     )
     connection.execute("UPDATE run SET policy_version = ?", (version,))
     if published:

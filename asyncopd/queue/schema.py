@@ -30,9 +30,11 @@ TABLES = (
     "CREATE TABLE leases (token INTEGER PRIMARY KEY AUTOINCREMENT, state INTEGER NOT NULL, owner TEXT NOT NULL,"
     " expires_s REAL NOT NULL) STRICT",
     "CREATE TABLE requeued (id INTEGER PRIMARY KEY, slot INTEGER NOT NULL, attempt INTEGER NOT NULL) STRICT",
+    # The all_ columns are running totals, so that reading them costs no more as the run grows.
     "CREATE TABLE steps (version INTEGER PRIMARY KEY, final_s REAL NOT NULL, samples INTEGER NOT NULL,"
     " staleness_sum INTEGER NOT NULL, staleness_max INTEGER NOT NULL, trained_tokens INTEGER NOT NULL,"
-    " dropped INTEGER NOT NULL, dropped_tokens INTEGER NOT NULL) STRICT",
+    " dropped INTEGER NOT NULL, dropped_tokens INTEGER NOT NULL, all_samples INTEGER NOT NULL,"
+    " all_trained_tokens INTEGER NOT NULL, all_dropped INTEGER NOT NULL, all_dropped_tokens INTEGER NOT NULL) STRICT",
     "CREATE TABLE tally (state INTEGER PRIMARY KEY, n INTEGER NOT NULL CHECK (n >= 0)) STRICT",
     "CREATE TABLE admitted (id INTEGER PRIMARY KEY CHECK (id = 0), n INTEGER NOT NULL) STRICT",
     "CREATE TABLE drops (reason TEXT PRIMARY KEY, n INTEGER NOT NULL CHECK (n >= 0)) STRICT",

@@ -24,9 +24,9 @@ def read_staleness(connection: sqlite3.Connection) -> Staleness:
         (STEPS_SHOWN,),
     ).fetchall()
     samples, trained, dropped, dropped_tokens = connection.execute(
-        "SELECT ifnull(sum(samples), 0), ifnull(sum(trained_tokens), 0), ifnull(sum(dropped), 0),"
-        " ifnull(sum(dropped_tokens), 0) FROM steps"
-    ).fetchone()
+        "SELECT all_samples, all_trained_tokens, all_dropped, all_dropped_tokens"
+        " FROM steps ORDER BY version DESC LIMIT 1"
+    ).fetchone() or (0, 0, 0, 0)
     generated = _mean(trained + dropped_tokens, samples + dropped)
     return Staleness(
         in_flight=tuple(in_flight),
