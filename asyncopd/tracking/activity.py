@@ -164,6 +164,6 @@ def _tokens(stage: str, spans: Sequence[Span], windows: Sequence[Interval]) -> f
         if span.stage != stage or span.name != THROUGHPUT_SPAN[stage] or not tokens:
             continue
         whole = span.end_ns - span.start_ns
-        inside = length(intersect([(span.start_ns, span.end_ns)], windows))
+        inside = sum(max(0, min(span.end_ns, end) - max(span.start_ns, start)) for start, end in windows)
         total += tokens * (inside / whole if whole else 1.0)
     return total

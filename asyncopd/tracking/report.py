@@ -8,17 +8,17 @@ from pathlib import Path
 
 import jinja2
 
-from asyncopd.tracking.activity import flowed_s, measure, run_windows
+from asyncopd.tracking.activity import flowed_s
 from asyncopd.tracking.chrome_trace import CHROME_TRACE
 from asyncopd.tracking.dashboard import duration
 from asyncopd.tracking.figures.learning import kl_figure, loss_figure
 from asyncopd.tracking.figures.queue import depth_figure, staleness_figure
 from asyncopd.tracking.figures.timeline import busy_figure, steady_window, timeline_figure
-from asyncopd.tracking.metrics import Evaluation, read_evaluations, read_metrics
-from asyncopd.tracking.run_facts import RunFacts
+from asyncopd.tracking.metrics import Evaluation
+from asyncopd.tracking.run_files import RunFiles
 from asyncopd.tracking.summary import EstimateFigure, RunSummary, summarize
 from asyncopd.tracking.theme import MINUS, STAGE_COLOURS
-from asyncopd.tracking.trace import Interval, Span, read_trace
+from asyncopd.tracking.trace import Interval, Span
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
@@ -59,9 +59,8 @@ def write_report(run_dir: Path) -> Path:
     Works at any point of a run: what has not been logged is left out.
     """
     run_dir = Path(run_dir)
-    facts = RunFacts.read(run_dir)
-    summary = summarize(run_dir)
-    evaluations = read_evaluations(run_dir)
+    files = RunFiles.read(run_dir)
+    summary = summarize(files)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("asyncopd.tracking"),
         autoescape=True,
@@ -70,14 +69,14 @@ def write_report(run_dir: Path) -> Path:
         lstrip_blocks=True,
     )
     page = environment.get_template("report.html.j2").render(
-        facts=facts,
+        facts=files.facts,
         summary=summary,
         tiles=_tiles(summary),
         comparison=_comparison(summary),
-        sections=_sections(run_dir, facts, summary),
-        answers=_answers(evaluations),
+        sections=_sections(files),
+        answers=_answers(files.evaluations),
         answers_shown=_ANSWERS_SHOWN,
-        evaluations=evaluations,
+        evaluations=files.evaluations,
         config=_config(run_dir),
         stage_colours=STAGE_COLOURS,
         trace_file=CHROME_TRACE if (run_dir / CHROME_TRACE).exists() else None,
@@ -107,7 +106,7 @@ def _tiles(summary: RunSummary) -> list[Tile]:
             remark=f"rolled out {rate.rollout:,.0f}, scored {rate.teacher:,.0f}",
         )
     )
-    tiles.append(Tile(label="wall time", value=duration(summary.wall_s), remark=f"{summary.steps} optimizer steps"))
+    tiles.append(Tile(label="wall time", value=_in_words(summary.wall_s), remark=f"{summary.steps} optimizer steps"))
     tiles.append(Tile(label="overlap", value=f"{summary.overlap:.0%}", remark="of the time two stages or more worked"))
     if summary.staleness.mean is not None and summary.staleness.max is not None:
         tiles.append(
@@ -148,11 +147,8 @@ def _comparison(summary: RunSummary) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _sections(run_dir: Path, facts: RunFacts, summary: RunSummary) -> list[Section]:
-    rows = read_metrics(run_dir)
-    trace = read_trace(run_dir)
-    windows = run_windows(trace)
-    activity = measure(trace.spans, windows, trace.processes)
+def _sections(files: RunFiles) -> list[Section]:
+    rows, spans, windows, bound = files.rows, files.trace.spans, files.windows, files.facts.max_staleness
     drawn = [
         (
             "Distance to the teacher",
@@ -162,18 +158,18 @@ def _sections(run_dir: Path, facts: RunFacts, summary: RunSummary) -> list[Secti
         (
             "Who worked when",
             "Every bar is one batch decoded or scored, or one optimizer step. Bars above each other ran at once.",
-            _timelines(trace.spans, windows),
+            _timelines(spans, windows),
         ),
         (
             "How busy the stages were",
             "Share of wall time in which a stage worked; waiting is not work. Mean over the processes of a stage.",
-            [busy_figure(trace.spans, windows, activity)],
+            [busy_figure(spans, windows, files.activity)],
         ),
         (
             "Staleness",
             "Age of samples in optimizer steps: while they are rolled out, while they wait in the queue, and when they "
-            f"are trained. The line is the bound, {facts.max_staleness}.",
-            [staleness_figure(rows, facts.max_staleness)],
+            f"are trained. The line is the bound, {bound}.",
+            [staleness_figure(rows, bound)],
         ),
         (
             "Queue depth",
@@ -226,6 +222,14 @@ def _estimate(figure: EstimateFigure, digits: int) -> str:
     known = figure.ci95 is not None and math.isfinite(figure.ci95)
     interval = f" ± {figure.ci95:.{digits}f}" if known else ""
     return f"{figure.mean:.{digits}f}{interval}"
+
+
+def _in_words(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _arrow(before: EstimateFigure, after: EstimateFigure) -> str:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncopd.tracking import keys
-from asyncopd.tracking.activity import measure, run_windows
-from asyncopd.tracking.metrics import Evaluation, MetricsRow, read_evaluations, read_metrics, series, under
-from asyncopd.tracking.queue_status import QueueStatus, read_queue
-from asyncopd.tracking.run_facts import RunFacts
-from asyncopd.tracking.trace import read_trace
+from asyncopd.tracking.metrics import Evaluation, MetricsRow, series, under
+from asyncopd.tracking.queue_status import QueueStatus
+from asyncopd.tracking.run_files import RunFiles
 
 SUMMARY_FILE = "summary.json"
 
@@ -98,21 +96,17 @@ class RunSummary:
         return _without_nan(asdict(self))
 
 
-def summarize(run_dir: Path) -> RunSummary:
-    """Work the figures out from the files of a run; raises AsyncOPDError when the folder is not a run's."""
-    facts = RunFacts.read(run_dir)
-    rows = read_metrics(run_dir)
-    trace = read_trace(run_dir)
-    activity = measure(trace.spans, run_windows(trace), trace.processes)
-    queue = read_queue(run_dir)
+def summarize(files: RunFiles) -> RunSummary:
+    """Work the figures out from the files of a run."""
+    rows, activity, queue = files.rows, files.activity, files.queue
     gaps = [(value, row.values.get(keys.ON_POLICY_TOKENS, 1.0)) for row, value in series(rows, keys.LOGPROB_GAP)]
     reached = max((row.policy_version for row in rows), default=0)
     return RunSummary(
-        name=facts.name,
-        mode=facts.mode,
+        name=files.facts.name,
+        mode=files.facts.mode,
         steps=max(reached, queue.policy_version) if queue is not None else reached,
         wall_s=activity.wall_s,
-        held_out=_held_out(read_evaluations(run_dir)),
+        held_out=_held_out(files.evaluations),
         tokens_per_s=StageFigures(**activity.tokens_per_s),
         busy=StageFigures(**activity.busy),
         overlap=activity.overlap,
@@ -123,8 +117,8 @@ def summarize(run_dir: Path) -> RunSummary:
 
 
 def write_summary(run_dir: Path) -> RunSummary:
-    """Work the figures out and write `summary.json`."""
-    summary = summarize(run_dir)
+    """Work the figures out and write `summary.json`; raises AsyncOPDError when the folder is not a run's."""
+    summary = summarize(RunFiles.read(run_dir))
     path = Path(run_dir) / SUMMARY_FILE
     path.write_text(json.dumps(summary.as_dict(), indent=2, allow_nan=False) + "\n")
     return summary

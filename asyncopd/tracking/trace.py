@@ -136,7 +136,11 @@ class Tracer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        """Close; after an error without stating that the process ends on purpose, so that it reads as gone."""
+        if error is None:
+            self.close()
+        else:
+            self._writer.close()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,11 +11,12 @@ from fake_run import FakeRun
 from asyncopd.queue.ledger import Ledger, LedgerPlan
 from asyncopd.tracking.activity import measure, run_windows
 from asyncopd.tracking.figures.learning import smooth
+from asyncopd.tracking.figures.timeline import timeline_figure
 from asyncopd.tracking.metrics import MetricsLog
 from asyncopd.tracking.report import write_report
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import write_summary
-from asyncopd.tracking.trace import read_trace
+from asyncopd.tracking.trace import Span, read_trace
 
 
 class Page(HTMLParser):
@@ -138,6 +139,17 @@ def test_a_report_of_one_run_is_the_same_when_made_again(finished_run: Path):
 def test_a_report_of_a_long_run_stays_small(tmp_path: Path):
     run = FakeRun(steps=1000, decode_s=1.0, score_s=0.4, step_s=0.6, evaluate_every=500).write(tmp_path / "long")
     assert write_report(run).stat().st_size < 1_500_000
+
+
+def test_a_timeline_of_thousands_of_short_spans_stays_small():
+    def span(index: int, name: str) -> Span:
+        start = index * 10**6
+        return Span(process="rollout-0", thread="main", name=name, start_ns=start, end_ns=start + 9 * 10**5)
+
+    spans = [span(index, "decode") for index in range(20_000)]
+    figure = timeline_figure(spans, (0, 20 * 10**9), name="start", title="20 s", labels=False)
+    assert figure is not None
+    assert len(figure) < 30_000
 
 
 def test_smoothing_keeps_a_straight_line():

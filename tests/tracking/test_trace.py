@@ -75,6 +75,15 @@ def test_a_sigkill_loses_at_most_the_open_span(tmp_path: Path):
     assert not trace.processes["rollout-0"].ended
 
 
+def test_a_process_that_fails_does_not_read_as_ended_on_purpose(tmp_path: Path):
+    with pytest.raises(RuntimeError), Tracer(tmp_path, "scorer-0"):
+        raise RuntimeError
+    with Tracer(tmp_path, "rollout-0"):
+        pass
+    ended = {name: process.ended for name, process in read_trace(tmp_path).processes.items()}
+    assert ended == {"rollout-0": True, "scorer-0": False}
+
+
 def test_a_restarted_process_forgets_what_was_open(tmp_path: Path):
     first = Tracer(tmp_path, "rollout-0")
     span = first.span("decode")
