@@ -52,10 +52,12 @@ def main(argv: list[str]) -> int:
 def _obey_parent(stage: Stage) -> None:
     """Stop when told to; end at once when the pipe closes, because then the parent is gone."""
     # Unbuffered: a daemon thread inside a buffered read holds a lock that the interpreter wants at its end.
+    told = False
     while word := os.read(sys.stdin.fileno(), 64):
         if b"stop" in word:
+            told = True
             stage.stop()
-    if not stage.stopping:
+    if not told:
         os._exit(1)
 
 

@@ -11,12 +11,14 @@ from asyncopd.prompts import read_prompts
 from asyncopd.publish import WeightStore
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.pool import RolloutWorker
+from asyncopd.rollout.scripted_engine import ScriptedEngine
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
 from asyncopd.supervisor import WorkerSpec
 from teacher_cache.scorer import Scorer
+from teacher_cache.scripted_scorer import ScriptedScorer
 from teacher_cache.transformers_scorer import TransformersScorer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -91,6 +93,21 @@ def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
     )
 
 
+def _scripted_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+    return ScriptedEngine(
+        vocabulary=ids.vocabulary,
+        eos_token_ids=ids.eos_ids,
+        sampling=config.rollout.sampling,
+        run_seed=config.seed,
+        design=_student_design(config),
+        temperature=config.objective.temperature,
+    )
+
+
+def _scripted_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
+    return ScriptedScorer(vocabulary=ids.vocabulary, temperature=config.objective.temperature)
+
+
 def _transformers_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
     return TransformersScorer(
         config.teacher.model,
@@ -103,8 +120,10 @@ def _transformers_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
 
 
 ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
+    "scripted": _scripted_engine,
     "transformers": _transformers_engine,
 }
 SCORERS: dict[str, Callable[[RunConfig, TokenIds], Scorer]] = {
+    "scripted": _scripted_scorer,
     "transformers": _transformers_scorer,
 }

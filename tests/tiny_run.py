@@ -1,11 +1,14 @@
 """Whole runs with tiny models: real processes, real text, seconds."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from asyncopd import recipe_main
 from asyncopd.config import RunConfig
 from asyncopd.evaluation import EvaluationConfig
 from asyncopd.learner.checkpoint import CheckpointConfig
@@ -56,6 +59,10 @@ def tiny_config(folder: Path, teacher: Path, student: Path, **changes: object) -
 
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
     """Weights of the distilled student."""
-    from safetensors.torch import load_file
-
     return load_file(run / "final" / "model.safetensors")
+
+
+if __name__ == "__main__":
+    # python tests/tiny_run.py FOLDER TEACHER STUDENT [recipe options]: the same run under its own command line.
+    folder, teacher, student, *words = sys.argv[1:]
+    sys.exit(recipe_main(tiny_config(Path(folder), Path(teacher), Path(student)), words))

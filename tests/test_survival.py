@@ -1,0 +1,162 @@
+"""Runs that are stopped, killed or torn apart: what is on disk afterwards, and what a resume makes of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from asyncopd.errors import ConfigError, WorkerDiedError
+from asyncopd.interface import Callbacks
+from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
+from asyncopd.pipeline import run
+from asyncopd.queue.ledger import Ledger
+from asyncopd.tracking.metrics import read_metrics
+from asyncopd.tracking.trace import read_trace
+from tests.conftest import make_tiny_llama, save_checkpoint
+from tests.terminal import CTRL_C, terminal, until
+from tests.tiny_run import final_weights, tiny_config
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    return save_checkpoint(make_tiny_llama(0), folder / "teacher"), save_checkpoint(
+        make_tiny_llama(1, layers=2), folder / "student"
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbed."""
+    return run(tiny_config(tmp_path_factory.mktemp("undisturbed"), *models)).path
+
+
+class Launched:
+    """A run under the launcher, at a terminal of its own."""
+
+    def __init__(self, run_dir: Path, process: subprocess.Popen[bytes], typist: int) -> None:
+        self.run_dir, self.process, self._typist = run_dir, process, typist
+
+    def wait_for_version(self, version: int) -> None:
+        def reached() -> bool:
+            assert self.process.poll() is None, "the run ended before its time"
+            return max((row.policy_version for row in read_metrics(self.run_dir)), default=0) >= version
+
+        until(reached, timeout_s=90)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def learner(self) -> psutil.Process:
+        return psutil.Process(self.process.pid).children()[0]
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._typist, CTRL_C)
+
+
+@contextmanager
+def launch(folder: Path, models: tuple[Path, Path], *words: str, ranks: int = 1) -> Iterator[Launched]:
+    recipe = [str(ROOT / "tests" / "tiny_run.py"), str(folder), *map(str, models), *words]
+    options = ["--cpu", "--num-processes", str(ranks)]
+    with terminal(sys.executable, "-m", "asyncopd.cli", "launch", *options, *recipe) as (process, typist):
+        yield Launched(folder / "runs" / "tiny", process, typist)
+
+
+def _assert_gone(processes: list[psutil.Process], within_s: float = 5.0) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    assert alive == []
+
+
+def _assert_same_weights(one: Path, other: Path) -> None:
+    first, second = final_weights(one), final_weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_learner_killed_mid_run_leaves_no_orphan_and_resumes_to_bit_identical_weights(
+    tmp_path: Path, models: tuple[Path, Path], undisturbed: Path
+) -> None:
+    with launch(tmp_path, models) as launched:
+        launched.wait_for_version(3)
+        everyone = launched.descendants()
+        assert len(everyone) >= 3
+        launched.learner().send_signal(signal.SIGKILL)
+        assert launched.process.wait(30) == 128 + signal.SIGKILL
+        _assert_gone(everyone)
+    result = run(tiny_config(tmp_path, *models), resume=True)
+    assert not result.stopped
+    _assert_same_weights(result.path, undisturbed)
+    with Ledger.open(result.path / "ledger.sqlite") as ledger:
+        assert ledger.verify() == []
+        assert (ledger.counts().trained, ledger.counts().dropped) == (48, 0)
+    assert [row.policy_version for row in read_metrics(result.path) if "loss" in row.values] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_stopped_by_ctrl_c_and_resumed_ends_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, models: tuple[Path, Path], undisturbed: Path
+) -> None:
+    config = tiny_config(tmp_path, *models, checkpoint=CheckpointConfig(every=0))
+    with launch(tmp_path, models, "--checkpoint.every", "0") as launched:
+        launched.wait_for_version(2)
+        everyone = launched.descendants()
+        launched.press_ctrl_c()
+        assert launched.process.wait(60) == 0
+        _assert_gone(everyone, within_s=0.5)
+    (saved,) = CheckpointStore(launched.run_dir).versions()
+    assert 2 <= saved <= 6
+    result = run(config, resume=True)
+    assert result.policy_version == 6
+    _assert_same_weights(result.path, undisturbed)
+
+
+def test_two_learner_ranks_train_as_one(tmp_path: Path, models: tuple[Path, Path], undisturbed: Path) -> None:
+    with launch(tmp_path, models, ranks=2) as launched:
+        assert launched.process.wait(150) == 0
+    spans = read_trace(launched.run_dir).spans
+    for rank in ("learner", "learner-1"):
+        assert sum(span.process == rank and span.name == "step" for span in spans) == 6
+    two, one = (
+        [row.values["loss"] for row in read_metrics(path) if "loss" in row.values]
+        for path in (launched.run_dir, undisturbed)
+    )
+    assert two == pytest.approx(one, rel=2e-4)
+
+
+@pytest.mark.parametrize("stage", ["rollout-0", "scorer-0"])
+def test_a_dead_worker_fails_the_run_within_two_seconds_and_names_the_stage(
+    stage: str, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    died: list[float] = []
+
+    def kill(version: int, _: object) -> None:
+        if version == 2:
+            (victim,) = [
+                process
+                for process in psutil.Process().children(recursive=True)
+                if process.cmdline()[2:5] == ["asyncopd.worker", *stage.split("-")]
+            ]
+            victim.kill()
+            died.append(time.monotonic())
+
+    config = tiny_config(tmp_path, *models, steps=100000)
+    with pytest.raises(WorkerDiedError, match=f"stage '{stage}' died: exit status -9"):
+        run(config, callbacks=Callbacks(on_step=kill))
+    # Two seconds to notice, and what the other worker needs to stop.
+    assert time.monotonic() - died[0] < 2 + 20
+    assert [p for p in psutil.Process().children(recursive=True) if "asyncopd.worker" in p.cmdline()] == []
+
+
+def test_resume_refuses_other_options_and_says_which(undisturbed: Path, models: tuple[Path, Path]) -> None:
+    config = tiny_config(undisturbed.parent.parent, *models, seed=4)
+    with pytest.raises(ConfigError, match="seed: 3 -> 4"):
+        run(config, resume=True)
