@@ -16,7 +16,7 @@ from asyncopd.tracking.figures.queue import depth_figure, staleness_figure
 from asyncopd.tracking.figures.timeline import busy_figure, steady_window, timeline_figure
 from asyncopd.tracking.metrics import Evaluation
 from asyncopd.tracking.run_files import RunFiles
-from asyncopd.tracking.summary import EstimateFigure, RunSummary, summarize
+from asyncopd.tracking.summary import BeforeAfter, EstimateFigure, RunSummary, summarize
 from asyncopd.tracking.theme import MINUS, STAGE_COLOURS
 from asyncopd.tracking.trace import Interval, Span
 
@@ -24,6 +24,7 @@ REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
 _FIRST_S = 60
 _ANSWERS_SHOWN = 5
+_UNKNOWN = "–"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +92,7 @@ def _tiles(summary: RunSummary) -> list[Tile]:
     tiles = []
     if summary.held_out is not None:
         kl = summary.held_out.reverse_kl
-        tiles.append(
-            Tile(
-                label="held-out reverse KL",
-                value=_change(kl.before.mean, kl.after.mean),
-                remark=_arrow(kl.before, kl.after),
-            )
-        )
+        tiles.append(Tile(label="held-out reverse KL", value=_headline(kl), remark=_arrow(kl)))
     rate = summary.tokens_per_s
     tiles.append(
         Tile(
@@ -138,12 +133,10 @@ def _comparison(summary: RunSummary) -> list[tuple[str, str, str, str]]:
         ("Forward KL to the teacher, nats per token", held_out.forward_kl, 3),
         ("Answer length, tokens", held_out.mean_length, 1),
     ):
-        change = _change(pair.before.mean, pair.after.mean)
-        rows.append((label, _estimate(pair.before, digits), _estimate(pair.after, digits), change))
-    before, after = held_out.eos_share.before.mean, held_out.eos_share.after.mean
-    if before is not None and after is not None:
-        share = f"{(after - before) * 100:+.0f} points".replace("-", MINUS)
-        rows.append(("Answers that end with EOS", f"{before:.0%}", f"{after:.0%}", share))
+        rows.append((label, _estimate(pair.before, digits), _estimate(pair.after, digits), _change(pair)))
+    share = held_out.eos_share
+    before, after = (_share(figure) for figure in (share.before, share.after))
+    rows.append(("Answers that end with EOS", before, after, _points(share)))
     return rows
 
 
@@ -201,7 +194,7 @@ def _timelines(spans: Sequence[Span], windows: Sequence[Interval]) -> list[str |
 
 
 def _answers(evaluations: Sequence[Evaluation]) -> list[Answers]:
-    if not evaluations:
+    if len(evaluations) < 2:
         return []
     later = dict(evaluations[-1].samples)
     return [
@@ -216,12 +209,38 @@ def _config(run_dir: Path) -> str | None:
     return path.read_text() if path.exists() else None
 
 
-def _estimate(figure: EstimateFigure, digits: int) -> str:
-    if figure.mean is None:
-        return "–"
+def _estimate(figure: EstimateFigure | None, digits: int) -> str:
+    if figure is None or figure.mean is None:
+        return _UNKNOWN
     known = figure.ci95 is not None and math.isfinite(figure.ci95)
     interval = f" ± {figure.ci95:.{digits}f}" if known else ""
     return f"{figure.mean:.{digits}f}{interval}"
+
+
+def _share(figure: EstimateFigure | None) -> str:
+    return _UNKNOWN if figure is None or figure.mean is None else f"{figure.mean:.0%}"
+
+
+def _points(pair: BeforeAfter) -> str:
+    if pair.after is None or pair.after.mean is None or pair.before.mean is None:
+        return _UNKNOWN
+    return f"{(pair.after.mean - pair.before.mean) * 100:+.0f} points".replace("-", MINUS)
+
+
+def _change(pair: BeforeAfter) -> str:
+    if pair.after is None or pair.after.mean is None or not pair.before.mean:
+        return _UNKNOWN
+    return f"{(pair.after.mean - pair.before.mean) / pair.before.mean:+.0%}".replace("-", MINUS)
+
+
+def _headline(pair: BeforeAfter) -> str:
+    return _change(pair) if pair.after is not None else _estimate(pair.before, 2)
+
+
+def _arrow(pair: BeforeAfter) -> str:
+    if pair.after is None:
+        return "nats per token, before"
+    return f"{_estimate(pair.before, 2)} → {_estimate(pair.after, 2)}"
 
 
 def _in_words(seconds: float) -> str:
@@ -230,13 +249,3 @@ def _in_words(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _arrow(before: EstimateFigure, after: EstimateFigure) -> str:
-    return f"{_estimate(before, 2)} → {_estimate(after, 2)}"
-
-
-def _change(before: float | None, after: float | None) -> str:
-    if not before or after is None:
-        return "–"
-    return f"{(after - before) / before:+.0%}".replace("-", MINUS)

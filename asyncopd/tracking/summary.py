@@ -25,10 +25,10 @@ class EstimateFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeforeAfter:
-    """An estimate at the first and at the last evaluation."""
+    """An estimate at the first evaluation and at the last one, which is None while there has been only one."""
 
     before: EstimateFigure
-    after: EstimateFigure
+    after: EstimateFigure | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +127,11 @@ def write_summary(run_dir: Path) -> RunSummary:
 def _held_out(evaluations: Sequence[Evaluation]) -> HeldOutFigures | None:
     if not evaluations:
         return None
-    first, newest = evaluations[0], evaluations[-1]
+    first = _estimates(evaluations[0])
+    newest = _estimates(evaluations[-1]) if len(evaluations) > 1 else None
 
     def both(figure: str) -> BeforeAfter:
-        before, after = (_estimates(evaluation)[figure] for evaluation in (first, newest))
-        return BeforeAfter(before=before, after=after)
+        return BeforeAfter(before=first[figure], after=newest[figure] if newest is not None else None)
 
     return HeldOutFigures(
         reverse_kl=both("reverse_kl"),

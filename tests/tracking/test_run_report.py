@@ -83,6 +83,17 @@ def test_the_logprob_gap_weighs_tokens_not_steps(tmp_path: Path):
     assert write_summary(tmp_path).logprob_gap_on_policy == pytest.approx(0.2)
 
 
+def test_one_evaluation_is_a_before_without_an_after(running_run: Path):
+    evaluations = running_run / "evaluations.jsonl"
+    evaluations.write_text(evaluations.read_text().splitlines()[0] + "\n")
+    summary = write_summary(running_run).as_dict()
+    assert summary["held_out"]["reverse_kl"]["before"]["mean"] == pytest.approx(1.2)
+    assert summary["held_out"]["reverse_kl"]["after"] is None
+    page = write_report(running_run).read_text()
+    assert "no later evaluation yet" in page
+    assert "+0%" not in page
+
+
 def test_what_is_not_known_is_null_and_the_file_is_valid_json(tmp_path: Path):
     RunFacts(name="x", mode="sync", steps=2, batch_size=1, max_staleness=0).write(tmp_path)
     MetricsLog(tmp_path).log(1, {"staleness/mean": float("nan")})
