@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
+from transformers.models.gemma2 import Gemma2ForCausalLM
+from transformers.models.mistral import MistralForCausalLM
 
 from asyncopd.errors import CheckpointError, ConfigError, RolloutError
 from asyncopd.rollout.sampling import SamplingConfig
@@ -111,6 +113,30 @@ def test_an_answer_longer_than_the_cache_headroom_is_generated_whole(tiny_llama_
     log_b[-1:] = naive_logprobs(model, rollout, 1.0)[-1:].where(torch.arange(VOCABULARY) != EOS, -torch.inf)
     log_b = torch.log_softmax(log_b, dim=-1).gather(1, rollout.response_ids_T.long()[:, None])[:, 0]
     torch.testing.assert_close(rollout.log_b_T.double(), log_b, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_sliding_windows_hold_in_a_padded_batch_and_over_joins(kind: str) -> None:
+    torch.manual_seed(2)
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "initializer_range": 0.2,
+        "bos_token_id": EOS - 1, "eos_token_id": EOS, "pad_token_id": EOS, "max_position_embeddings": 128,
+    }  # fmt: skip
+    model = (
+        MistralForCausalLM(MistralConfig(**shape)) if kind == "mistral" else Gemma2ForCausalLM(Gemma2Config(**shape))
+    ).eval()
+    running = engine(model, sampling=SamplingConfig(max_new_tokens=30))
+    running.submit(requests()[:2])
+    done: dict[str, Rollout] = {}
+    for _ in range(10):
+        done |= {rollout.uid: rollout for rollout in running.step()}
+    running.submit(requests()[2:])
+    done |= drain(running)
+    assert len(done) == len(PROMPTS)
+    for rollout in done.values():
+        own = naive_logprobs(model, rollout, 1.0).gather(1, rollout.response_ids_T.long()[:, None])[:, 0]
+        torch.testing.assert_close(rollout.log_b_T.double(), own, atol=1e-5, rtol=0)
 
 
 def test_finished_rows_leave_the_batch_at_once(tiny_llama_dir: Path) -> None:
