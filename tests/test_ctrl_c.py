@@ -1,18 +1,16 @@
 """Ctrl-C in a whole run: typed at a terminal, through the launcher that the README recommends."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from asyncopd.learner.checkpoint import CheckpointStore
 from asyncopd.queue.ledger import Ledger
 from tests.conftest import make_tiny_llama, save_checkpoint
-from tests.terminal import CTRL_C, is_alive, terminal, until
+from tests.terminal import terminal, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 RECIPE = """
@@ -44,34 +42,33 @@ def steps_done(run: Path) -> int:
     return sum("loss" in json.loads(line) for line in lines)
 
 
-def processes_of(pid: int) -> list[int]:
-    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ctrl_c_ends_in_a_checkpoint_a_second_one_at_once_and_neither_leaves_a_process(recipe: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_in_a_checkpoint_a_second_one_at_once_and_neither_leaves_a_process(
+    recipe: Path, ranks: int
+) -> None:
     run = recipe.parent / "runs" / "tiny"
-    command = [sys.executable, "-m", "asyncopd.cli", "launch", "--cpu", str(recipe)]
-    with terminal(*command) as (launcher, typist):
-        until(lambda: steps_done(run) >= 3, timeout_s=120)
-        alive = processes_of(launcher.pid)
-        assert len(alive) >= 4, "the launcher, the learner, a rollout worker and the scorer"
-        os.write(typist, CTRL_C)
-        assert launcher.wait(60) == 0
-        until(lambda: not any(map(is_alive, alive)), timeout_s=5)
+    command = [sys.executable, "-m", "asyncopd.cli", "launch", "--cpu", "--num-processes", str(ranks), str(recipe)]
+    with terminal(*command) as shell:
+        shell.until(lambda: steps_done(run) >= 3, timeout_s=120)
+        family = shell.family()
+        assert len(family) >= 3 + ranks, "the launcher, the ranks, a rollout worker and the scorer"
+        shell.press_ctrl_c()
+        assert shell.wait(60) == 0, shell.text()
+        wait_until_gone(family, timeout_s=5)
     with Ledger.open(run / "ledger.sqlite") as ledger:
         stopped_at = ledger.policy_version
         assert ledger.verify() == []
     assert CheckpointStore(run).versions()[-1] == stopped_at
 
-    with terminal(*command, "--resume") as (launcher, typist):
-        until(lambda: steps_done(run) > stopped_at + 1, timeout_s=120)
-        alive = processes_of(launcher.pid)
-        os.write(typist, CTRL_C)
+    with terminal(*command, "--resume") as shell:
+        shell.until(lambda: steps_done(run) > stopped_at + 1, timeout_s=120)
+        family = shell.family()
+        shell.press_ctrl_c()
         time.sleep(0.05)
-        os.write(typist, CTRL_C)
+        shell.press_ctrl_c()
         pressed = time.monotonic()
-        assert launcher.wait(30) in (0, 130)
-        until(lambda: not any(map(is_alive, alive)), timeout_s=5)
+        assert shell.wait(30) in (0, 130), shell.text()
+        wait_until_gone(family, timeout_s=5)
         assert time.monotonic() - pressed < 8

@@ -1,6 +1,5 @@
 """The launcher starts what it is asked for, and a stop typed at a terminal reaches the learner, not the launcher."""
 
-import os
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import torch
 
 from asyncopd.errors import ConfigError
 from asyncopd.launch import LaunchOptions, learner_environment, parse_options, rank_environments
-from tests.terminal import CTRL_C, is_alive, terminal, until
+from tests.terminal import is_alive, terminal
 
 CONFIGS = Path(__file__).parent.parent / "asyncopd" / "accelerate_config"
 LAUNCH = "import sys; from asyncopd.launch import launch; sys.exit(launch(sys.argv[1:]))"
@@ -56,12 +55,12 @@ def learner(tmp_path: Path) -> Path:
 
 
 def test_ctrl_c_is_awaited_until_the_learner_has_written_its_checkpoint(learner: Path, tmp_path: Path) -> None:
-    with terminal(sys.executable, "-c", LAUNCH, "--cpu", str(learner), str(tmp_path)) as (launcher, typist):
-        until((tmp_path / "pid-0").exists)
-        os.write(typist, CTRL_C)
-        until((tmp_path / "stopping-0").exists)
-        assert launcher.poll() is None
-        assert launcher.wait(10) == 0
+    with terminal(sys.executable, "-c", LAUNCH, "--cpu", str(learner), str(tmp_path)) as shell:
+        shell.until((tmp_path / "pid-0").exists)
+        shell.press_ctrl_c()
+        shell.until((tmp_path / "stopping-0").exists)
+        assert shell.process.poll() is None
+        assert shell.wait(10) == 0
         assert (tmp_path / "checkpoint-0").read_text() == "SIGINT"
     assert not is_alive(int((tmp_path / "pid-0").read_text()))
 
@@ -69,33 +68,33 @@ def test_ctrl_c_is_awaited_until_the_learner_has_written_its_checkpoint(learner:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_ctrl_c_quits_at_once_and_leaves_nothing_alive(learner: Path, tmp_path: Path, processes: int) -> None:
     ranks = range(processes)
-    with terminal(sys.executable, "-c", SUPERVISE, str(processes), str(learner), str(tmp_path)) as (launcher, typist):
-        until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in ranks))
-        os.write(typist, CTRL_C)
-        until(lambda: all((tmp_path / f"stopping-{rank}").exists() for rank in ranks))
+    with terminal(sys.executable, "-c", SUPERVISE, str(processes), str(learner), str(tmp_path)) as shell:
+        shell.until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in ranks))
+        shell.press_ctrl_c()
+        shell.until(lambda: all((tmp_path / f"stopping-{rank}").exists() for rank in ranks))
         pressed = time.monotonic()
-        os.write(typist, CTRL_C)
-        assert launcher.wait(10) == 130
+        shell.press_ctrl_c()
+        assert shell.wait(10) == 130
         assert time.monotonic() - pressed < 0.9
     assert not list(tmp_path.glob("checkpoint-*"))
     assert not any(is_alive(int((tmp_path / f"pid-{rank}").read_text())) for rank in ranks)
 
 
 def test_ctrl_c_reaches_every_rank_and_is_awaited(learner: Path, tmp_path: Path) -> None:
-    with terminal(sys.executable, "-c", SUPERVISE, "2", str(learner), str(tmp_path)) as (launcher, typist):
-        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
-        os.write(typist, CTRL_C)
-        assert launcher.wait(10) == 0
+    with terminal(sys.executable, "-c", SUPERVISE, "2", str(learner), str(tmp_path)) as shell:
+        shell.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        shell.press_ctrl_c()
+        assert shell.wait(10) == 0
         assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
 
 
 def test_sigterm_to_the_launcher_alone_is_passed_on(learner: Path, tmp_path: Path) -> None:
-    with terminal(sys.executable, "-c", SUPERVISE, "1", str(learner), str(tmp_path)) as (launcher, _):
-        until((tmp_path / "pid-0").exists)
-        launcher.terminate()
-        until((tmp_path / "stopping-0").exists)
-        launcher.terminate()
-        assert launcher.wait(10) == 0
+    with terminal(sys.executable, "-c", SUPERVISE, "1", str(learner), str(tmp_path)) as shell:
+        shell.until((tmp_path / "pid-0").exists)
+        shell.process.terminate()
+        shell.until((tmp_path / "stopping-0").exists)
+        shell.process.terminate()
+        assert shell.wait(10) == 0
         assert (tmp_path / "checkpoint-0").read_text() == "SIGTERM"
 
 
