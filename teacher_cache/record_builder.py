@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from teacher_cache.designs import SupportDesign, draw_candidates, parse_design
-from teacher_cache.designs.two_phase import TwoPhase
+from teacher_cache.designs import SupportDesign, ThinningDesign, draw_candidates, parse_design
 from teacher_cache.errors import DesignError, ScoringError
 from teacher_cache.logit_rows import LogitRows
 from teacher_cache.noise import Noise, noise_for
@@ -130,7 +129,7 @@ def _noise(request: ScoreRequest, stream: str, positions: slice) -> Noise:
 
 def _teacher_design(spec: str) -> SupportDesign:
     design = parse_design(spec)
-    if isinstance(design, TwoPhase):
+    if isinstance(design, ThinningDesign):
         raise DesignError(f"{spec} keeps what a student drew; a teacher draws in one phase: take systematic(16)")
     return design
 
@@ -148,7 +147,7 @@ def _joined(pieces: list[CandidateSet]) -> CandidateSet:
 def _thinned(request: ScoreRequest, scored: CandidateSet) -> CandidateSet:
     """The second phase of a two-phase design; any other set as it is, and one that was thinned before too."""
     design = parse_design(scored.design)
-    if not isinstance(design, TwoPhase) or scored.log_g_TC is None or scored.log_q_TC is None:
+    if not isinstance(design, ThinningDesign) or scored.log_g_TC is None or scored.log_q_TC is None:
         return scored
     kept, log_q_TK = design.thin(
         ids_TC=scored.ids_TC,

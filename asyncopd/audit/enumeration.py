@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncopd.errors import ConfigError
-from teacher_cache.designs import Draw, SupportDesign
-from teacher_cache.designs.two_phase import TwoPhase
+from teacher_cache.designs import Draw, SupportDesign, ThinningDesign
 from teacher_cache.noise import Noise
 
 _KAPPA_GRID = torch.linspace(-12.0, 45.0, 191, dtype=torch.float64)
@@ -159,7 +158,7 @@ def _gumbel(design: SupportDesign, log_g_V: Tensor, log_q_V: Tensor, student: bo
 
 def _two_phase(design: SupportDesign, log_g_V: Tensor, log_q_V: Tensor, student: bool) -> Outcomes:
     """Each first-phase outcome, and what the scorer can keep of it."""
-    if not isinstance(design, TwoPhase):
+    if not isinstance(design, ThinningDesign):
         raise ConfigError(f"{design.spec} is not a two-phase design")
     middle_N, chance_N = offsets(log_g_V.exp(), design.first_budget)
     first = _draw(design, log_g_V, middle_N[:, None], None)
@@ -201,4 +200,5 @@ _ENUMERATORS: dict[str, Callable[[SupportDesign, Tensor, Tensor, bool], Outcomes
     "top_k": _constant,
     "top_k_tail": _constant,
     "two_phase": _two_phase,
+    "two_phase_centred": _two_phase,
 }

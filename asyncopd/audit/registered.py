@@ -40,6 +40,7 @@ SMALL_SPECS = {
     "top_k": ("top_k(2)",),
     "top_k_tail": ("top_k_tail(2)",),
     "two_phase": ("two_phase(3,2)",),
+    "two_phase_centred": ("two_phase_centred(3,2)",),
 }
 """Each design at budgets at which a small vocabulary leaves something to draw."""
 

@@ -15,6 +15,7 @@ from teacher_cache.designs.systematic import Systematic
 from teacher_cache.designs.top_k import TopK
 from teacher_cache.designs.top_k_tail import TopKTail
 from teacher_cache.designs.two_phase import TwoPhase
+from teacher_cache.designs.two_phase_centred import TwoPhaseCentred
 from teacher_cache.errors import DesignError
 
 __all__ = ["DESIGNS", "Draw", "SupportDesign", "ThinningDesign", "draw_candidates", "parse_design"]
@@ -29,6 +30,7 @@ DESIGNS = {
     "top_k": TopK,
     "top_k_tail": TopKTail,
     "two_phase": TwoPhase,
+    "two_phase_centred": TwoPhaseCentred,
 }
 
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(\d+(?:\s*,\s*\d+)*)?\s*\))?\s*")

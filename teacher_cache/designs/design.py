@@ -7,7 +7,7 @@ A design is unbiased when ``E[sum_i w_i 1{a_i = a}] = 1`` for every token ``a`` 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -67,12 +67,16 @@ class SupportDesign(Protocol):
         """
 
 
+@runtime_checkable
 class ThinningDesign(SupportDesign, Protocol):
     """A design whose second phase runs where the teacher's scores are known."""
 
     @property
     def first_budget(self) -> int:
         """Candidates a position that the student ships to the scorer."""
+
+    def log_sizes(self, log_w_TC: Tensor, log_g_TC: Tensor, log_q_TC: Tensor) -> Tensor:
+        """Log of the size that each first-phase candidate is kept in proportion to [T, C]; -inf for empty slots."""
 
     def thin(
         self, *, ids_TC: Tensor, log_w_TC: Tensor, log_g_TC: Tensor, log_q_TC: Tensor, noise: Noise

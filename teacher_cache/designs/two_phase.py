@@ -2,7 +2,7 @@
 
 Shape suffixes: T positions, C = M first-phase candidates, K kept candidates, V vocabulary.
 
-Source: two-phase (double) sampling, Neyman (1938); each phase is unbiased given the one before, so the product is.
+The size suits an estimate that is not centred; ``two_phase_centred`` suits one that is.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,9 @@ from torch import Tensor
 
 from teacher_cache.designs.design import Draw
 from teacher_cache.designs.systematic import Systematic
+from teacher_cache.designs.thinning import CEILING, FLOOR, keep
 from teacher_cache.errors import DesignError
 from teacher_cache.noise import Noise
-
-_FLOOR = 0.3
-"""Nats added to the disagreement, so that a candidate on which both agree keeps a chance (it may not agree later)."""
-_CEILING = 30.0
-"""Nats at which the disagreement is capped, so that no size is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +47,12 @@ class TwoPhase:
 
     def log_sizes(self, log_w_TC: Tensor, log_g_TC: Tensor, log_q_TC: Tensor) -> Tensor:
         """Log of the size that each first-phase candidate is kept in proportion to [T, C]; -inf for empty slots."""
-        apart_TC = (log_g_TC - log_q_TC).abs().nan_to_num(nan=_CEILING).clamp(max=_CEILING)
-        return (log_w_TC + log_g_TC + (apart_TC + _FLOOR).log()).where(log_w_TC > -torch.inf, -torch.inf)
+        apart_TC = (log_g_TC - log_q_TC).abs().nan_to_num(nan=CEILING).clamp(max=CEILING)
+        return (log_w_TC + log_g_TC + (apart_TC + FLOOR).log()).where(log_w_TC > -torch.inf, -torch.inf)
 
     def thin(
         self, *, ids_TC: Tensor, log_w_TC: Tensor, log_g_TC: Tensor, log_q_TC: Tensor, noise: Noise
     ) -> tuple[Draw, Tensor]:
         """The second phase: K of the M, and the teacher's logprobs at them; all NaN where a score is not finite."""
-        log_w_TC = log_w_TC.double()
-        whole_T1 = (log_q_TC.isfinite() | (log_w_TC == -torch.inf)).all(-1, keepdim=True)
-        sizes_TC = self.log_sizes(log_w_TC, log_g_TC.double(), log_q_TC.double())
-        kept = Systematic(self.budget).draw(sizes_TC, noise, None)
-        draw = Draw(
-            ids_TC=ids_TC.long().gather(1, kept.ids_TC), log_w_TC=log_w_TC.gather(1, kept.ids_TC) + kept.log_w_TC
-        )
-        return draw, log_q_TC.gather(1, kept.ids_TC).where(whole_T1, torch.nan)
+        log_size_TC = self.log_sizes(log_w_TC.double(), log_g_TC.double(), log_q_TC.double())
+        return keep(self.budget, log_size_TC, ids_TC=ids_TC, log_w_TC=log_w_TC, log_q_TC=log_q_TC, noise=noise)

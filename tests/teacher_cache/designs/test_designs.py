@@ -36,6 +36,8 @@ UNBIASED = [
     "two_phase(3,2)",
     "two_phase(4,1)",
     "two_phase(5,5)",
+    "two_phase_centred(3,2)",
+    "two_phase_centred(4,1)",
 ]
 
 
@@ -210,12 +212,13 @@ def test_float32_at_the_size_of_a_real_vocabulary_draws_what_float64_says(spec: 
     assert torch.isfinite(weight_TC).all()
 
 
+@pytest.mark.parametrize("name", ["two_phase", "two_phase_centred"])
 @pytest.mark.parametrize("budget", [3, 8])
-def test_two_phase_weights_are_the_product_of_both_phases(budget: int) -> None:
+def test_two_phase_weights_are_the_product_of_both_phases(budget: int, name: str) -> None:
     log_g_TV = torch.stack([logprobs(200, seed) for seed in range(5)])
     log_q_TV = torch.stack([logprobs(200, seed + 9) for seed in range(5)])
     noise = noise_for(1, [("a", t) for t in range(5)], "candidates")
-    design = parse_design(f"two_phase(20,{budget})")
+    design = parse_design(f"{name}(20,{budget})")
     first = draw_candidates(
         design, log_g_TV=log_g_TV, noise=noise, sampled_T=None, origin="student", temperature=1.0, version=3
     )
@@ -237,10 +240,11 @@ def test_two_phase_weights_are_the_product_of_both_phases(budget: int) -> None:
         assert draw.log_w_TC[row, column] >= first.log_w_TC[row, origin[0, 0]] - 1e-6
 
 
-def test_two_phase_masks_a_position_with_a_missing_score_even_if_it_would_not_keep_it() -> None:
+@pytest.mark.parametrize("name", ["two_phase", "two_phase_centred"])
+def test_two_phase_masks_a_position_with_a_missing_score_even_if_it_would_not_keep_it(name: str) -> None:
     log_g_TV = torch.stack([logprobs(50, seed) for seed in range(2)])
     noise = noise_for(1, [("a", 0), ("a", 1)], "candidates")
-    design = parse_design("two_phase(10,2)")
+    design = parse_design(f"{name}(10,2)")
     first = draw_candidates(
         design, log_g_TV=log_g_TV, noise=noise, sampled_T=None, origin="student", temperature=1.0, version=3
     )
