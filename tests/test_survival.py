@@ -1,8 +1,6 @@
 """Runs that are stopped, killed or torn apart: what is on disk afterwards, and what a resume makes of it."""
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,10 +19,8 @@ from asyncopd.queue.ledger import Ledger
 from asyncopd.tracking.metrics import read_metrics
 from asyncopd.tracking.trace import read_trace
 from tests.conftest import make_tiny_llama, save_checkpoint
-from tests.terminal import CTRL_C, terminal, until
-from tests.tiny_run import final_weights, tiny_config
-
-ROOT = Path(__file__).parent.parent
+from tests.terminal import Terminal, terminal, wait_until_gone
+from tests.tiny_run import final_weights, tiny_config, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -41,40 +37,17 @@ def undisturbed(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     return run(tiny_config(tmp_path_factory.mktemp("undisturbed"), *models)).path
 
 
-class Launched:
-    """A run under the launcher, at a terminal of its own."""
-
-    def __init__(self, run_dir: Path, process: subprocess.Popen[bytes], typist: int) -> None:
-        self.run_dir, self.process, self._typist = run_dir, process, typist
-
-    def wait_for_version(self, version: int) -> None:
-        def reached() -> bool:
-            assert self.process.poll() is None, "the run ended before its time"
-            return max((row.policy_version for row in read_metrics(self.run_dir)), default=0) >= version
-
-        until(reached, timeout_s=90)
-
-    def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def learner(self) -> psutil.Process:
-        return psutil.Process(self.process.pid).children()[0]
-
-    def press_ctrl_c(self) -> None:
-        os.write(self._typist, CTRL_C)
-
-
 @contextmanager
-def launch(folder: Path, models: tuple[Path, Path], *words: str, ranks: int = 1) -> Iterator[Launched]:
-    recipe = [str(ROOT / "tests" / "tiny_run.py"), str(folder), *map(str, models), *words]
+def launch(folder: Path, models: tuple[Path, Path], *words: str, ranks: int = 1) -> Iterator[Terminal]:
+    """The tiny run under the launcher, at a terminal of its own."""
     options = ["--cpu", "--num-processes", str(ranks)]
-    with terminal(sys.executable, "-m", "asyncopd.cli", "launch", *options, *recipe) as (process, typist):
-        yield Launched(folder / "runs" / "tiny", process, typist)
+    recipe = [str(write_recipe(folder, *models)), *words]
+    with terminal(sys.executable, "-m", "asyncopd.cli", "launch", *options, *recipe) as shown:
+        yield shown
 
 
-def _assert_gone(processes: list[psutil.Process], within_s: float = 5.0) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    assert alive == []
+def _reached(run_dir: Path, version: int) -> bool:
+    return max((row.policy_version for row in read_metrics(run_dir)), default=0) >= version
 
 
 def _assert_same_weights(one: Path, other: Path) -> None:
@@ -86,13 +59,14 @@ def _assert_same_weights(one: Path, other: Path) -> None:
 def test_a_learner_killed_mid_run_leaves_no_orphan_and_resumes_to_bit_identical_weights(
     tmp_path: Path, models: tuple[Path, Path], undisturbed: Path
 ) -> None:
-    with launch(tmp_path, models) as launched:
-        launched.wait_for_version(3)
-        everyone = launched.descendants()
-        assert len(everyone) >= 3
-        launched.learner().send_signal(signal.SIGKILL)
-        assert launched.process.wait(30) == 128 + signal.SIGKILL
-        _assert_gone(everyone)
+    with launch(tmp_path, models) as shown:
+        shown.until(lambda: _reached(tmp_path / "runs" / "tiny", 3), timeout_s=90)
+        everyone = shown.family()
+        assert len(everyone) >= 4
+        (learner,) = psutil.Process(shown.process.pid).children()
+        learner.send_signal(signal.SIGKILL)
+        assert shown.wait(30) == 128 + signal.SIGKILL
+    wait_until_gone(everyone, timeout_s=5)
     result = run(tiny_config(tmp_path, *models), resume=True)
     assert not result.stopped
     _assert_same_weights(result.path, undisturbed)
@@ -106,13 +80,14 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_ends_with_the_weights_of_an_undistu
     tmp_path: Path, models: tuple[Path, Path], undisturbed: Path
 ) -> None:
     config = tiny_config(tmp_path, *models, checkpoint=CheckpointConfig(every=0))
-    with launch(tmp_path, models, "--checkpoint.every", "0") as launched:
-        launched.wait_for_version(2)
-        everyone = launched.descendants()
-        launched.press_ctrl_c()
-        assert launched.process.wait(60) == 0
-        _assert_gone(everyone, within_s=0.5)
-    (saved,) = CheckpointStore(launched.run_dir).versions()
+    run_dir = tmp_path / "runs" / "tiny"
+    with launch(tmp_path, models, "--checkpoint.every", "0") as shown:
+        shown.until(lambda: _reached(run_dir, 2), timeout_s=90)
+        everyone = shown.family()
+        shown.press_ctrl_c()
+        assert shown.wait(60) == 0
+    wait_until_gone(everyone, timeout_s=5)
+    (saved,) = CheckpointStore(run_dir).versions()
     assert 2 <= saved <= 6
     result = run(config, resume=True)
     assert result.policy_version == 6
@@ -120,14 +95,14 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_ends_with_the_weights_of_an_undistu
 
 
 def test_two_learner_ranks_train_as_one(tmp_path: Path, models: tuple[Path, Path], undisturbed: Path) -> None:
-    with launch(tmp_path, models, ranks=2) as launched:
-        assert launched.process.wait(150) == 0
-    spans = read_trace(launched.run_dir).spans
+    run_dir = tmp_path / "runs" / "tiny"
+    with launch(tmp_path, models, ranks=2) as shown:
+        assert shown.wait(150) == 0, shown.text()
+    spans = read_trace(run_dir).spans
     for rank in ("learner", "learner-1"):
         assert sum(span.process == rank and span.name == "step" for span in spans) == 6
     two, one = (
-        [row.values["loss"] for row in read_metrics(path) if "loss" in row.values]
-        for path in (launched.run_dir, undisturbed)
+        [row.values["loss"] for row in read_metrics(path) if "loss" in row.values] for path in (run_dir, undisturbed)
     )
     assert two == pytest.approx(one, rel=2e-4)
 

@@ -1,14 +1,12 @@
 """Whole runs with tiny models: real processes, real text, seconds."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from asyncopd import recipe_main
 from asyncopd.config import RunConfig
 from asyncopd.evaluation import EvaluationConfig
 from asyncopd.learner.checkpoint import CheckpointConfig
@@ -22,6 +20,17 @@ from asyncopd.scoring import TeacherConfig
 from asyncopd.tracking.trackers import TrackingConfig
 from asyncopd.tracking.wandb_run import WandbConfig
 
+ROOT = Path(__file__).parent.parent
+_RECIPE = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from asyncopd import recipe_main
+from tests.tiny_run import tiny_config
+
+sys.exit(recipe_main(tiny_config(Path({folder!r}), Path({teacher!r}), Path({student!r}))))
+"""
 QUESTIONS = [f"What is {a} plus {b}?" for a in range(6) for b in range(5)]
 
 
@@ -62,7 +71,8 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "final" / "model.safetensors")
 
 
-if __name__ == "__main__":
-    # python tests/tiny_run.py FOLDER TEACHER STUDENT [recipe options]: the same run under its own command line.
-    folder, teacher, student, *words = sys.argv[1:]
-    sys.exit(recipe_main(tiny_config(Path(folder), Path(teacher), Path(student)), words))
+def write_recipe(folder: Path, teacher: Path, student: Path) -> Path:
+    """The same run as a recipe with a command line, for a launcher."""
+    path = folder / "recipe.py"
+    path.write_text(_RECIPE.format(root=str(ROOT), folder=str(folder), teacher=str(teacher), student=str(student)))
+    return path
