@@ -25,24 +25,22 @@ _MODE = re.compile(r"sync|async|lagged:(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A whole run.
-
-    name        name of the run folder; empty takes one from the recipe and the time, never one that is taken
-    runs_dir    where run folders are; must be on a local disk
-    recipe      what the run is called when ``name`` is empty
-    seed        of prompts, sampling and candidate draws
-    mode        ``sync``, ``lagged:k`` (batch i from exactly version max(0, i - k)), or ``async``
-    steps       optimizer steps
-    student     path of the student's HF checkpoint
-    """
+    """A whole run."""
 
     name: str = ""
+    """Name of the run folder; empty takes one from the recipe and the time, never one that is taken."""
     runs_dir: Path = Path("runs")
+    """Where run folders are; must be on a local disk."""
     recipe: str = "run"
+    """What the run is called when ``name`` is empty."""
     seed: int = 0
+    """Seeds prompt order, sampling and candidate draws."""
     mode: str = "async"
+    """Mode: ``sync``, ``lagged:k`` (batch i from exactly version max(0, i - k)), or ``async``."""
     steps: int = 100
+    """Optimizer steps."""
     student: Path = Path("student")
+    """Path of the student's HF checkpoint."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

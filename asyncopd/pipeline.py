@@ -106,7 +106,8 @@ class _Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cleanup.close()
+        # With the error, so that the trace tells a run that failed from one that stopped.
+        self.cleanup.__exit__(kind, error, trace)
 
     def go(self, resume_version: int | None) -> RunResult:
         """Check, load, resume, train, evaluate, write."""

@@ -35,14 +35,17 @@ class Invocation:
     """Check all that can be checked without loading weights, and stop."""
 
 
-def main(config: RunConfig, argv: Sequence[str] | None = None) -> int:
-    """Run a recipe with the command line's overrides; the exit status."""
+def main(config: RunConfig, argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
+    """Run a recipe with the command line's overrides; the exit status.
+
+    description     what --help says first, such as the recipe's docstring
+    """
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
     logging.getLogger("asyncopd").setLevel(logging.INFO)
     disable_progress_bar()
     console = Console()
     try:
-        asked = tyro.cli(Invocation, default=Invocation(config=config), args=argv)
+        asked = tyro.cli(Invocation, default=Invocation(config=config), args=argv, description=description)
         return _obey(asked, console)
     except AsyncOPDError as error:
         Console(stderr=True).print(f"asyncopd: {error}", style="red", markup=False, highlight=False)

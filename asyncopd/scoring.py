@@ -17,24 +17,22 @@ SCORERS = ("transformers", "scripted")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig:
-    """The teacher and its scoring process.
-
-    model           path of an HF checkpoint
-    scorer          ``transformers``, or ``scripted`` (no model; for tests and simulations)
-    dtype           of the forward pass, ``bf16`` or ``fp32``; logprobs are normalised in float32 either way
-    batch_tokens    padded tokens that go through the teacher at once
-    samples         answers leased at a time
-    threads         CPU threads; 0 shares the cores with the other stages
-    devices         GPUs as physical ids, for example "7"; empty for the CPU or the first one
-    """
+    """The teacher and its scoring process."""
 
     model: Path = Path("teacher")
+    """Path of an HF checkpoint."""
     scorer: str = "transformers"
+    """Scorer: ``transformers``, or ``scripted`` (no model; for tests and simulations)."""
     dtype: str = "bf16"
+    """Dtype of the forward pass, ``bf16`` or ``fp32``; logprobs are normalised in float32 either way."""
     batch_tokens: int = 4096
+    """Padded tokens that go through the teacher at once."""
     samples: int = 16
+    """Answers leased at a time."""
     threads: int = 0
+    """CPU threads; 0 shares the cores with the other stages."""
     devices: str = ""
+    """GPUs as physical ids, for example "7"; empty for the CPU or the first one."""
 
     def __post_init__(self) -> None:
         if self.scorer not in SCORERS:

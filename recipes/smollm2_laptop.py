@@ -41,4 +41,4 @@ if __name__ == "__main__":
         checkpoint=CheckpointConfig(every=20),
         evaluation=EvaluationConfig(prompts=40),
     )
-    sys.exit(recipe_main(config))
+    sys.exit(recipe_main(config, description=__doc__))

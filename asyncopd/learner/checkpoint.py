@@ -21,14 +21,12 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When to checkpoint.
-
-    every   optimizer steps between checkpoints; 0 checkpoints only at the end and when stopped
-    keep    how many to keep, the newest
-    """
+    """When to checkpoint."""
 
     every: int = 20
+    """Optimizer steps between checkpoints; 0 checkpoints only at the end and when stopped."""
     keep: int = 2
+    """How many to keep, the newest."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -70,7 +68,7 @@ class CheckpointStore:
         return target
 
     def load(self, version: int, accelerator: Accelerator) -> dict[str, str]:
-        """Restore model, optimizer, schedule and random state; the names of the trackers' runs. Every rank calls this."""
+        """Restore model, optimizer, schedule and random state; returns the trackers' runs. Every rank calls this."""
         if version not in self.versions():
             raise CheckpointError(
                 f"no whole checkpoint of policy version {version} in {self.root}; present: {self.versions()}"

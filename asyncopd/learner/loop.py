@@ -157,7 +157,7 @@ class LearnerLoop:
     def _step(self, batch: Batch, version: int, wait_s: float) -> int:
         """One optimizer step and its commit; the new version."""
         began = time.monotonic()
-        with self.tracer.span("step", samples=len(batch.samples)) as span:
+        with self.tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
             samples = self._read(_share(batch.samples, self.accelerator.process_index, self.accelerator.num_processes))
             metrics = self.learner.step(samples, version)
             span.add(tokens=sum(len(s.rollout.response_ids_T) for s in samples))

@@ -25,30 +25,30 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
-    """The optimizer and the memory it may take.
-
-    lr              peak learning rate of AdamW
-    schedule        name of a transformers schedule: constant_with_warmup, linear, cosine, ...
-    warmup_steps    optimizer steps of linear warm-up
-    weight_decay, beta1, beta2   of AdamW
-    clip            largest gradient norm; 0 never clips
-    dtype           of forward and backward, ``bf16`` (autocast over float32 weights) or ``fp32``
-    micro_batch_tokens   padded tokens that go through the student at once
-    head_chunk_mb   memory for one chunk of logits, MiB
-    threads         CPU threads; 0 shares the cores with the other stages
-    """
+    """The optimizer and the memory it may take."""
 
     lr: float = 1e-4
+    """Peak learning rate of AdamW."""
     schedule: str = "constant_with_warmup"
+    """Name of a transformers schedule: constant_with_warmup, linear, cosine, ..."""
     warmup_steps: int = 5
+    """Optimizer steps of linear warm-up."""
     weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
     beta1: float = 0.9
+    """Decay of AdamW's first moment."""
     beta2: float = 0.95
+    """Decay of AdamW's second moment."""
     clip: float = 1.0
+    """Largest gradient norm; 0 never clips."""
     dtype: str = "bf16"
+    """Dtype of forward and backward: ``bf16`` (autocast over float32 weights) or ``fp32``."""
     micro_batch_tokens: int = 4096
+    """Padded tokens that go through the student at once."""
     head_chunk_mb: int = 64
+    """Memory for one chunk of logits, MiB."""
     threads: int = 0
+    """CPU threads; 0 shares the cores with the other stages."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -20,35 +20,35 @@ from asyncopd.types import Prompt, Rollout, RolloutRequest
 ENGINES = ("transformers", "scripted")
 _SPAN_S = 1.0
 """Decode steps are traced as spans of about this many seconds."""
+_LOOK_S = 0.05
+"""Seconds between two looks at the ledger while decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """The rollout pool.
-
-    engine          ``transformers``, or ``scripted`` (no model; for tests and simulations)
-    workers         rollout processes
-    slots           answers that one worker generates at the same time
-    refill          in async mode a worker takes new prompts once this many slots are free
-    samples_per_prompt   answers to each prompt
-    weights         new weights arrive between decode steps (``keep``: later tokens carry the new version) or when
-                    nothing is in flight (``drain``)
-    dtype           of the engine, ``bf16`` or ``fp32``; also the dtype in which weights are published
-    threads         CPU threads a worker; 0 shares the cores with the other stages
-    devices         GPUs as physical ids, one group a worker, for example "4;5"; empty for the CPU or the first one
-    sampling        the sampling distribution
-    """
+    """The rollout pool."""
 
     engine: str = "transformers"
+    """Engine: ``transformers``, or ``scripted`` (no model; for tests and simulations)."""
     workers: int = 1
+    """Rollout processes."""
     slots: int = 16
+    """Answers that one worker generates at the same time."""
     refill: int = 4
+    """In async mode a worker takes new prompts once this many slots are free."""
     samples_per_prompt: int = 1
+    """Answers to each prompt."""
     weights: str = "keep"
+    """New weights arrive between decode steps (``keep``: later tokens carry the new version) or when nothing is
+    in flight (``drain``)."""
     dtype: str = "bf16"
+    """Dtype of the engine and of the published weights, ``bf16`` or ``fp32``."""
     threads: int = 0
+    """CPU threads a worker; 0 shares the cores with the other stages."""
     devices: str = ""
+    """GPUs as physical ids, one group a worker, for example "4;5"; empty for the CPU or the first one."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """The sampling distribution."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -83,6 +83,7 @@ class RolloutWorker:
     pinned: bool
     _tokens: dict[str, int] = field(default_factory=dict)
     _beat: float = field(default_factory=time.monotonic)
+    _looked: float = 0.0
 
     def run(self) -> None:
         """Work until the run is over or told to stop."""
@@ -90,12 +91,17 @@ class RolloutWorker:
             if self.pinned:
                 self._take_group()
             else:
-                self._take_newest_weights()
-                self._refill()
+                self._look()
             if self.engine.in_flight == 0:
                 self.stage.rest()
             else:
                 self._decode()
+
+    def _look(self) -> None:
+        """Between two steps: newer weights, and prompts for free slots."""
+        self._looked = time.monotonic()
+        self._take_newest_weights()
+        self._refill()
 
     def _take_newest_weights(self) -> None:
         """Move to the newest published version, where the arrival policy allows it now."""
@@ -153,16 +159,16 @@ class RolloutWorker:
         self._tokens.update({sample.uid: lease.token for sample in lease.samples})
 
     def _decode(self) -> None:
-        """Decode steps for about a second, or until an answer ends: then the queue, weights and slots get a look."""
+        """Decode for about a second; answers leave, and in async mode others join, as the steps go on."""
         until = time.monotonic() + _SPAN_S
         with self.stage.tracer.span("decode") as span:
-            done: list[Rollout] = []
-            while self.engine.in_flight > 0 and not done and time.monotonic() < until:
+            while self.engine.in_flight > 0 and time.monotonic() < until:
                 span.add(tokens=self.engine.in_flight)
-                done = self.engine.step()
-            for rollout in done:
-                self._put(rollout)
-            span.add(samples=len(done))
+                for rollout in self.engine.step():
+                    self._put(rollout)
+                    span.add(samples=1)
+                if not self.pinned and time.monotonic() - self._looked > _LOOK_S:
+                    self._look()
         self._heartbeat()
 
     def _put(self, rollout: Rollout) -> None:
