@@ -20,9 +20,27 @@ DEADLINE_S = 60.0
 ROLES = ("roller", "roller", "scorer", "learner")
 
 
+STARTED: list[subprocess.Popen] = []
+
+
 def start(role: str, folder: Path, seed: int, *kill_at: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.queue.stage_process", role, str(folder), str(seed), *kill_at]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    STARTED.append(subprocess.Popen(command, cwd=Path(__file__).parents[2]))
+    return STARTED[-1]
+
+
+def end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    end(STARTED)
+    STARTED.clear()
 
 
 @contextmanager
@@ -31,9 +49,7 @@ def stages(folder: Path, seed: int) -> Iterator[list[subprocess.Popen]]:
     try:
         yield processes
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        end(processes)
 
 
 def create(folder: Path, **changes: object) -> Ledger:
@@ -74,8 +90,7 @@ def run_under_kills(folder: Path, seed: int, kills: int) -> int:
                 time.sleep(random_.uniform(0.01, 0.2))
                 if killed < kills and ledger.counts().admitted > 0:
                     for place in random_.sample(range(len(ROLES)), random_.choice((1, 1, 2))):
-                        processes[place].kill()
-                        processes[place].wait()
+                        end([processes[place]])
                         killed += 1
                         if ROLES[place] != "learner":
                             processes[place] = start(ROLES[place], folder, seed + killed)
@@ -107,14 +122,11 @@ def test_a_kill_of_every_stage_at_each_point_loses_nothing(tmp_path: Path, point
         assert victim.wait(DEADLINE_S) == -signal.SIGKILL
         victim, healthy = start("scorer", tmp_path, 1, point, count), start("roller", tmp_path, 2)
         assert victim.wait(DEADLINE_S) == -signal.SIGKILL
-        healthy.kill()
-        healthy.wait()
+        end([healthy])
         workers = [start(role, tmp_path, 3) for role in ("roller", "scorer")]
         learner = start("learner", tmp_path, 1, point, "2" if point == "commit" else "1")
         assert learner.wait(DEADLINE_S) == -signal.SIGKILL
-        for process in workers:
-            process.kill()
-            process.wait()
+        end(workers)
         resume(ledger, tmp_path)
         for process in [start(role, tmp_path, 4) for role in ("roller", "scorer", "learner")]:
             assert process.wait(DEADLINE_S) == 0
