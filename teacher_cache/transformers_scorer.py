@@ -60,7 +60,8 @@ class TransformersScorer:
     def score(self, requests: Sequence[ScoreRequest]) -> list[TeacherRecord | ScoringError]:
         """One result a request, in order: its record, or the error of a request that cannot be scored.
 
-        A record depends on its own request only: not on the batch, the padding or the order.
+        A record depends on its own request only: not on the batch, the padding or the order. DesignError for a
+        ``draw`` that no teacher can make, which is a mistake of the configuration and not of the request.
         """
         results: list[TeacherRecord | ScoringError | None] = [
             refusal(

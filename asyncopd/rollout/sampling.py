@@ -83,7 +83,7 @@ def sampling_logprobs(
     generated_B  int64, tokens that each answer already has
     end_ids      tokens that end an answer
     """
-    if sampling.min_new_tokens:
+    if sampling.min_new_tokens and end_ids:
         ids_E = torch.tensor(list(end_ids), device=logits_BV.device)
         banned_BE = (generated_B < sampling.min_new_tokens)[:, None].expand(-1, len(ids_E))
         logits_BV = logits_BV.index_copy(1, ids_E, logits_BV[:, ids_E].masked_fill(banned_BE, -torch.inf))

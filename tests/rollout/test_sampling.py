@@ -54,6 +54,11 @@ def test_no_answer_ends_before_min_new_tokens() -> None:
     torch.testing.assert_close(log_b.exp().sum(-1), torch.ones(2))
 
 
+def test_without_an_end_there_is_nothing_to_ban() -> None:
+    log_b = sampling_logprobs(LOGITS, SamplingConfig(min_new_tokens=3), generated_B=NONE_YET, end_ids=())
+    torch.testing.assert_close(log_b, torch.log_softmax(LOGITS, dim=-1))
+
+
 def test_the_logits_are_left_alone() -> None:
     before = LOGITS.clone()
     probabilities(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1, min_new_tokens=1)
