@@ -83,4 +83,4 @@ def world(tokens: int = 12, vocabulary: int = 40, *, stale: bool = True, seed: i
 
 def gradient(loss: Tensor, at: World) -> Tensor:
     """Gradient with respect to the student's logits."""
-    return torch.autograd.grad(loss, at.logits_TV)[0]
+    return torch.autograd.grad(loss, at.logits_TV, retain_graph=True)[0]
