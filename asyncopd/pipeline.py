@@ -119,8 +119,10 @@ class _Run:
         name = "learner" if self.main else f"learner-{self.accelerator.process_index}"
         tracer = self.cleanup.enter_context(Tracer(folder.path, name))
         if not self.main:
-            version = self._loop(learner, tracer, None, None).run(start)
-            self.accelerator.wait_for_everyone()
+            # Rank 0 decides when to stop and tells the others with the next batch; a second Ctrl-C ends every rank.
+            with StopRequest():
+                version = self._loop(learner, tracer, None, None).run(start)
+                self.accelerator.wait_for_everyone()
             return RunResult(path=folder.path, policy_version=version, stopped=version < config.steps)
         return self._own(checks, learner, tracer, start, trackers)
 

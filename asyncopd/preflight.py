@@ -13,7 +13,7 @@ from asyncopd.prompts import PromptSet, load_prompts
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.supervisor import check_devices
 from asyncopd.tokenizers_match import check_tokenizers, require_head
-from asyncopd.workers import worker_specs
+from asyncopd.workers import learner_devices, worker_specs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
 
     ConfigError or DataError says what to mend. With a scripted teacher the student's own outline stands for it.
     """
-    check_devices(worker_specs(config), learner=())
+    check_devices(worker_specs(config), learner_devices())
     student = _outline(config.student, "student")
     scripted = config.teacher.scorer == "scripted"
     teacher_path = config.student if scripted else config.teacher.model

@@ -32,7 +32,7 @@ class TeacherConfig:
     threads: int = 0
     """CPU threads; 0 shares the cores with the other stages."""
     devices: str = ""
-    """GPUs as physical ids, for example "7"; empty for the CPU or the first one."""
+    """GPUs as physical ids, for example "7"; empty: the first one, or the CPU."""
 
     def __post_init__(self) -> None:
         if self.scorer not in SCORERS:

@@ -12,10 +12,14 @@ LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def _nothing() -> None:
+    """There is nothing to wake, and nobody to end."""
+
+
 class StopRequest:
     """Installed around a run in its main thread; elsewhere (some notebooks) it only carries ``request``."""
 
-    def __init__(self, wake: Callable[[], None], at_once: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None] = _nothing, at_once: Callable[[], None] = _nothing) -> None:
         """``wake`` interrupts a wait; ``at_once`` ends the worker processes before this one exits."""
         self._wake = wake
         self._at_once = at_once
@@ -44,9 +48,11 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        # A scheduler signals the whole process group, and a launcher passes SIGTERM on: two of them are one request.
+        if self.asked and number == signal.SIGINT:
             self._at_once()
             # Nothing may run on: the ledger and the last whole checkpoint are what a resume needs.
             os._exit(128 + number)
-        LOG.warning("stopping after this step, with a checkpoint; once more quits at once")
+        if not self.asked:
+            LOG.warning("stopping after this step, with a checkpoint; Ctrl-C once more quits at once")
         self.request()

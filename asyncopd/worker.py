@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,26 +29,36 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    keep_freed_memory()
     folder = RunFolder(Path(run_dir))
+    with open_stage(folder, kind, int(index)) as stage:
+        threading.Thread(target=_obey_parent, args=(stage,), name="parent", daemon=True).start()
+        worker = build_worker(kind, stage, folder)
+        stage.tracer.instant("ready")
+        worker.run()
+    return 0
+
+
+@contextmanager
+def open_stage(folder: RunFolder, kind: str, index: int) -> Iterator[Stage]:
+    """The stage of one worker; must be used in the thread that opens it."""
     config = folder.config()
     name = f"{kind}-{index}"
-    with Tracer(folder.path, name) as tracer:
-        stage = Stage(
+    with (
+        Tracer(folder.path, name) as tracer,
+        Ledger.open(folder.ledger_path) as ledger,
+        Doorbell(folder.path, name) as doorbell,
+    ):
+        yield Stage(
             name=name,
             run_dir=folder.path,
-            ledger=Ledger.open(folder.ledger_path),
+            ledger=ledger,
             tracer=tracer,
-            doorbell=Doorbell(folder.path, name),
+            doorbell=doorbell,
             seed=config.seed,
             lease_s=config.queue.lease_s,
             wakes=("scorer-0",) if kind == "rollout" else ("learner",),
         )
-        threading.Thread(target=_obey_parent, args=(stage,), name="parent", daemon=True).start()
-        keep_freed_memory()
-        worker = build_worker(kind, stage, folder)
-        tracer.instant("ready")
-        worker.run()
-    return 0
 
 
 def _obey_parent(stage: Stage) -> None:

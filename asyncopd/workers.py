@@ -35,6 +35,14 @@ def worker_specs(config: RunConfig) -> list[WorkerSpec]:
     return [*rollouts, WorkerSpec(kind="scorer", index=0, threads=teacher_threads, devices=config.teacher.devices)]
 
 
+def learner_devices() -> list[str]:
+    """Physical ids of the GPUs that the learner's ranks on this machine use; none on a CPU."""
+    if not torch.cuda.is_available():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return visible.split(",")[: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -74,9 +82,9 @@ def _student_design(config: RunConfig) -> str | None:
     return None if design is None else design.spec
 
 
-def _device(devices: str) -> torch.device:
+def _device() -> torch.device:
     """The first GPU that the process sees, or the CPU."""
-    return torch.device("cuda" if devices and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
@@ -89,7 +97,7 @@ def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
         design=_student_design(config),
         temperature=config.objective.temperature,
         dtype=DTYPES[config.rollout.dtype],
-        device=_device(config.rollout.devices),
+        device=_device(),
     )
 
 
@@ -115,7 +123,7 @@ def _transformers_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
         temperature=config.objective.temperature,
         batch_tokens=config.teacher.batch_tokens,
         dtype=DTYPES[config.teacher.dtype],
-        device=_device(config.teacher.devices),
+        device=_device(),
     )
 
 

@@ -2,18 +2,25 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncopd import pipeline
 from asyncopd.errors import ConfigError, DataError
-from asyncopd.interface import RunResult
+from asyncopd.evaluation import EvaluationConfig
+from asyncopd.interface import Callbacks, Inputs, RunResult
+from asyncopd.objectives import SURROGATES, ObjectiveConfig
 from asyncopd.pipeline import run
+from asyncopd.prompts import DataConfig
 from asyncopd.queue.ledger import Ledger
 from asyncopd.tracking.metrics import read_metrics
-from tests.conftest import make_tiny_llama, save_checkpoint
-from tests.tiny_run import final_weights, tiny_config
+from tests.conftest import make_tiny_llama, make_tiny_tokenizer, save_checkpoint
+from tests.tiny_run import ThreadedWorkers, final_weights, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +136,76 @@ def test_different_tokenizers_stop_a_run_before_a_model_loads_and_leave_no_folde
     with pytest.raises(DataError, match="different tokenizers: 1 ids differ"):
         run(config)
     assert not (config.runs_dir / config.name).exists()
+
+
+def test_objects_in_memory_callbacks_and_an_own_evaluation_take_part_in_a_run(tmp_path: Path) -> None:
+    seen: dict[str, list[int]] = {"step": [], "evaluation": [], "checkpoint": []}
+    rows = [{"messages": [{"role": "user", "content": f"Say {number}."}]} for number in range(20)]
+    config = tiny_config(
+        tmp_path, Path("unused"), Path("unused"), mode="async", data=DataConfig(held_out_from_end=4),
+        evaluation=EvaluationConfig(prompts=4, every=3),
+    )  # fmt: skip
+    result = run(
+        config,
+        inputs=Inputs(
+            student=make_tiny_llama(1, layers=2),
+            teacher=make_tiny_llama(0),
+            tokenizer=make_tiny_tokenizer(),
+            train=Dataset.from_list(rows),
+        ),
+        callbacks=Callbacks(
+            on_step=lambda version, _: seen["step"].append(version),
+            on_evaluation=lambda version, _: seen["evaluation"].append(version),
+            on_checkpoint=lambda version, _: seen["checkpoint"].append(version),
+            evaluate=lambda student, version: {"own/norm": float(student.get_input_embeddings().weight.norm())},
+        ),
+    )
+    assert seen == {"step": [1, 2, 3, 4, 5, 6], "evaluation": [0, 3, 6], "checkpoint": [2, 4, 6]}
+    own = [row.values["own/norm"] for row in read_metrics(result.path) if "own/norm" in row.values]
+    assert len(own) == 3
+    assert result.final is not None
+    assert AutoModelForCausalLM.from_pretrained(result.final).config.num_hidden_layers == 2
+    assert AutoTokenizer.from_pretrained(result.final).chat_template == make_tiny_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    ("name", "design"),
+    [
+        ("forward_kl", "systematic(8)"),
+        ("forward_kl", "full"),
+        ("reverse_kl", "full"),
+        ("reverse_kl", "sampled"),
+        ("reverse_kl", "multi_sample(8)"),
+        ("reverse_kl", "top_k(8)"),
+        ("reverse_kl", "two_phase(16, 8)"),
+        ("jsd", "systematic(8)"),
+        ("mixed", "systematic(8)"),
+        ("pg_cached", "systematic(8)"),
+        ("second_moment", "systematic(8)"),
+    ],
+)
+def test_every_kind_of_objective_goes_through_a_whole_run(
+    name: str, design: str, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    objective = ObjectiveConfig(name=name) if name in SURROGATES else ObjectiveConfig(name=name, design=design)
+    result = run(tiny_config(tmp_path, *models, objective=objective, steps=3, evaluation=EvaluationConfig(prompts=0)))
+    losses = _losses(result)
+    assert len(losses) == 3
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_scripted_engine_and_scorer_drive_a_run_without_rollout_or_teacher_models(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = tiny_config(tmp_path, *models, mode="async")
+    config = replace(
+        config,
+        rollout=replace(config.rollout, engine="scripted"),
+        teacher=replace(config.teacher, scorer="scripted", model=Path("none")),
+    )
+    result = run(config)
+    assert result.summary is not None
+    assert result.summary.samples is not None
+    assert result.summary.samples.trained == 48

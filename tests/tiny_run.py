@@ -1,6 +1,8 @@
 """Whole runs with tiny models: real processes, real text, seconds."""
 
 import json
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,14 @@ from asyncopd.prompts import DataConfig
 from asyncopd.queue.plan import QueueConfig
 from asyncopd.rollout.pool import RolloutConfig
 from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.run_folder import RunFolder
 from asyncopd.scoring import TeacherConfig
+from asyncopd.stage import Stage
+from asyncopd.supervisor import WorkerSpec
 from asyncopd.tracking.trackers import TrackingConfig
 from asyncopd.tracking.wandb_run import WandbConfig
+from asyncopd.worker import open_stage
+from asyncopd.workers import build_worker
 
 ROOT = Path(__file__).parent.parent
 _RECIPE = """
@@ -76,3 +83,44 @@ def write_recipe(folder: Path, teacher: Path, student: Path) -> Path:
     path = folder / "recipe.py"
     path.write_text(_RECIPE.format(root=str(ROOT), folder=str(folder), teacher=str(teacher), student=str(student)))
     return path
+
+
+class ThreadedWorkers:
+    """Stands in for the supervisor: the same workers as threads of this process, so that a run costs a second."""
+
+    def __init__(self, run_dir: Path, workers: Sequence[WorkerSpec], on_death: Callable[[], None]) -> None:
+        self._folder, self._on_death = RunFolder(run_dir), on_death
+        self._threads = [threading.Thread(target=self._work, args=(spec,)) for spec in workers]
+        self._stages: list[Stage] = []
+        self._error: Exception | None = None
+        # transformers cannot load two models at the same time in one process.
+        self._loading = threading.Lock()
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        for stage in self._stages:
+            stage.stop()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    def kill(self) -> None:
+        raise AssertionError("threads cannot be killed")
+
+    def _work(self, spec: WorkerSpec) -> None:
+        try:
+            with open_stage(self._folder, spec.kind, spec.index) as stage:
+                self._stages.append(stage)
+                with self._loading:
+                    worker = build_worker(spec.kind, stage, self._folder)
+                worker.run()
+        except Exception as error:  # noqa: BLE001  whatever a stage raises is the run's to report
+            self._error = error
+            self._on_death()

@@ -46,7 +46,7 @@ class RolloutConfig:
     threads: int = 0
     """CPU threads a worker; 0 shares the cores with the other stages."""
     devices: str = ""
-    """GPUs as physical ids, one group a worker, for example "4;5"; empty for the CPU or the first one."""
+    """GPUs as physical ids, one group a worker, for example "4;5"; empty: the first one, or the CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution."""
 
@@ -64,6 +64,12 @@ class RolloutConfig:
             raise ConfigError(f"rollout.refill is {self.refill}, more than rollout.slots ({self.slots}); lower refill")
         if self.samples_per_prompt < 1:
             raise ConfigError(f"rollout.samples_per_prompt is {self.samples_per_prompt}; expected at least 1")
+        groups = self.devices.split(";") if self.devices else []
+        if groups and len(groups) != self.workers:
+            raise ConfigError(
+                f"rollout.devices is {self.devices!r}, {len(groups)} groups; expected one for each of rollout.workers "
+                f"({self.workers}), separated by semicolons"
+            )
         if self.threads < 0:
             raise ConfigError(f"rollout.threads is {self.threads}; expected 0 (share) or a number of threads")
 
