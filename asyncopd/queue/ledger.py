@@ -9,6 +9,8 @@ Units: staleness in policy versions (optimizer steps); lengths in tokens; times 
 
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -275,7 +277,17 @@ class Ledger:
                 return str(error)
             return None
 
-        return violations(self._connection, self._plan, problem)
+        with self.reading() as connection:
+            return violations(connection, self._plan, problem)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The tables as they are at one moment, for reports; nothing that is written in the block is kept."""
+        self._connection.execute("BEGIN")
+        try:
+            yield self._connection
+        finally:
+            self._connection.rollback()
 
     def staleness(self) -> Staleness:
         """How old samples are, in flight, in the queue and when trained; and the bias of the lengths trained."""

@@ -60,6 +60,10 @@ def roll_back(
         " WHERE ordinal = ?",
         [(ordinal,) for ordinal in revived],
     )
+    # Those that stay dropped do so from here on; the version of their drop is of the lost timeline.
+    connection.execute(
+        "UPDATE samples SET final_at = :version + 1 WHERE state = 7 AND final_at > :version + 1", {"version": version}
+    )
     live = _live(connection)
     lost = [ref for row in live for ref in (row.rollout, row.record) if ref is not None and not is_whole(ref)]
     targets = _targets(plan, version, live, {ref.path for ref in lost})

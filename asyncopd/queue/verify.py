@@ -25,16 +25,12 @@ def violations(
     """Every broken invariant, in words; empty for a sound ledger.
 
     problem     says what is wrong with a payload, or None
+
+    Needs an open transaction, so that all of it is of one moment.
     """
-    connection.execute("BEGIN")
-    try:
-        found = [*_counters(connection), *_rows(connection, plan), *_steps(connection, plan)]
-        found += [*_slots(connection, plan), *_payloads(connection, plan, problem)]
-        if plan.lag is not None:
-            found += _groups(connection, plan)
-    finally:
-        connection.rollback()
-    return found
+    found = [*_counters(connection), *_rows(connection, plan), *_steps(connection, plan)]
+    found += [*_slots(connection, plan), *_payloads(connection, plan, problem)]
+    return [*found, *_groups(connection, plan)] if plan.lag is not None else found
 
 
 def _counters(connection: sqlite3.Connection) -> Iterator[str]:

@@ -151,7 +151,8 @@ def test_an_answer_pushed_back_by_a_revived_one_is_generated_again_before_it_is_
     assert driver.ledger.verify() == []
 
 
-def test_a_newer_attempt_takes_the_place_of_a_dropped_one_for_good(tmp_path: Path) -> None:
+@pytest.mark.parametrize("admitted", [False, True])
+def test_a_newer_attempt_takes_the_place_of_a_dropped_one_for_good(tmp_path: Path, admitted: bool) -> None:
     driver = Driver(tmp_path, selection="freshest", max_staleness=0, requeue_too_old=True)
     lease = driver.ledger.lease_rollouts("roller", 4, HOUR_S)
     assert lease is not None
@@ -161,7 +162,10 @@ def test_a_newer_attempt_takes_the_place_of_a_dropped_one_for_good(tmp_path: Pat
         driver.put_rollout(lease.token, sample)
     assert driver.score() is None
     assert driver.ledger.counts().dropped_by_reason == {"too_old": 4}
+    if admitted:
+        assert driver.ledger.lease_rollouts("roller", 4, HOUR_S) is not None
     driver.ledger.resume(0, None)
+    assert driver.ledger.verify() == []
     assert driver.ledger.counts().dropped_by_reason == {"too_old": 4}
     again = driver.roll()
     assert [uid[-2:] for uid in uids_of(again)] == ["-1"] * 4
