@@ -72,8 +72,16 @@ def run_audit(subjects: Iterable[Subject]) -> AuditReport:
 
 def audit_subject(subject: Subject) -> tuple[AuditRow, AuditRow]:
     """The fresh and the stale row of a subject; the checks count for both."""
-    reasons = [f"{name}: {reason}" for name, check in CHECKS.items() if (reason := check(subject)) is not None]
+    reasons = [f"{name}: {reason}" for name in CHECKS if (reason := _reason(subject, name)) is not None]
     return _row(subject, False, reasons), _row(subject, True, reasons)
+
+
+def _reason(subject: Subject, check: str) -> str | None:
+    """Why a check fails; what tensors raise inside the loss is a reason, too."""
+    try:
+        return CHECKS[check](subject)
+    except (RuntimeError, IndexError) as error:
+        return f"raised {type(error).__name__}: {error}"
 
 
 def _row(subject: Subject, stale: bool, reasons: list[str]) -> AuditRow:
