@@ -33,8 +33,10 @@ class Doorbell:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until the bell is rung or ``timeout_s`` seconds have passed; whether it was rung."""
-        ready, _, _ = select.select([self._descriptor], [], [], timeout_s)
-        if not ready:
+        # Not select(), which refuses descriptors from 1024 on.
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
             return False
         try:
             while len(os.read(self._descriptor, 4096)) == 4096:
