@@ -4,12 +4,11 @@ samples_per_s       through admit, roll, score, lease and commit, by processes a
                     rollout and a record of that size, both written, read back with checksum, and deleted
 growth_10k_to_1m    cost of one sample with 1,000,000 rows in the ledger over that with 10,000 (ledger calls only)
 step_share          share of an optimizer step of --step-s seconds that the queue takes for --batch-size samples
-ratio_to_transferqueue      samples/s over TransferQueue's with the same payloads; null where it is not installed
+ratio_to_transferqueue      samples/s over TransferQueue's with the same payloads; null: there is no driver for it yet
 policies            selection policies on long-tailed lengths, in simulated time (tests.benchmarks.queue_policies)
 """
 
 import argparse
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -166,13 +165,6 @@ def seconds_a_sample(rows: int, measured_steps: int, rounds: int) -> float:
         shutil.rmtree(folder)
 
 
-def transferqueue_ratio() -> float | None:
-    """No measurement unless TransferQueue is installed, which nothing here asks for."""
-    if importlib.util.find_spec("transfer_queue") is None:
-        return None
-    raise SystemExit("transferqueue is installed, but this benchmark has no driver for it yet")
-
-
 def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | None, batch_size: int) -> dict[str, Any]:
     speeds = {
         f"{processes} processes, {name}": samples_per_s(processes, size, steps if size < MB else max(2, steps // 6))
@@ -186,7 +178,7 @@ def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | No
         "us_a_sample_by_rows": {count: cost * 1e6 for count, cost in costs.items()},
         "growth_10k_to_1m": costs[str(rows[-1])] / costs[str(rows[0])],
         "step_share": share,
-        "ratio_to_transferqueue": transferqueue_ratio(),
+        "ratio_to_transferqueue": None,
         "policies": simulate_all(),
     }
 
