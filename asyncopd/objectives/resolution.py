@@ -1,6 +1,6 @@
 """From plain fields to the objective they name, and what they may not say."""
 
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, get_args
 
@@ -118,31 +118,24 @@ def check_sampling(config: "ObjectiveConfig", *, temperature: float, truncated: 
 
 def _check_choices(config: "ObjectiveConfig") -> None:
     """Each choice is one of its literals, whoever built the config."""
+    values = asdict(config)
     for field in fields(config):
-        allowed = [
-            choice
-            for part in (field.type, *get_args(field.type))
-            for choice in get_args(part)
-            if isinstance(choice, str)
-        ]
-        value = asdict(config)[field.name]
-        if allowed and value is not None and value not in allowed:
-            raise ConfigError(f"{field.name} is {value!r}; it is one of {', '.join(dict.fromkeys(allowed))}")
+        kinds = (field.type, *get_args(field.type))
+        allowed = dict.fromkeys(choice for kind in kinds for choice in get_args(kind) if isinstance(choice, str))
+        value = values[field.name]
+        if allowed and value not in allowed and not (value is None and type(None) in kinds):
+            raise ConfigError(f"{field.name} is {value!r}; it is one of {', '.join(allowed)}")
 
 
 def _check_unread(config: "ObjectiveConfig") -> None:
     """A field that the objective does not read stays at its default."""
-    surrogate = config.name in SURROGATES
+    surrogate, values = config.name in SURROGATES, asdict(config)
     read = _OF_ALL | {field.name for field in fields((DIVERGENCES | SURROGATES)[config.name])}
     read |= set() if surrogate else _OF_DIVERGENCES
     for field in fields(config):
-        value = asdict(config)[field.name]
-        if field.name not in read and field.default is not MISSING and value != field.default:
-            why = (
-                "it reads the sampled tokens only"
-                if surrogate and field.name in _OF_DIVERGENCES
-                else "it has no such parameter"
-            )
+        value = values[field.name]
+        if field.name not in read and value != field.default:
+            why = "it reads the sampled tokens only" if field.name in _OF_DIVERGENCES else "it has no such parameter"
             raise ConfigError(f"{field.name} is {value!r}, which {config.name} does not read ({why}): leave it out")
 
 

@@ -40,7 +40,7 @@ PROMPTS = (
     "Describe how bread is made.",
     "What would you pack for a week in the mountains?",
 )
-TOKENS_EACH = 24
+TOKENS_EACH = 48
 PAIRS = {"near": 0.05, "far": 0.25}
 STALE_NOISE = 0.3
 BUDGETS = (4, 8, 16, 32, 64)
@@ -56,6 +56,7 @@ ESTIMATORS = (
     ("reverse", "systematic({})", "hajek", "auto"),
     ("reverse", "two_phase(128,{})", "none", "auto"),
     ("reverse", "two_phase(128,{})", "mean", "auto"),
+    ("reverse", "two_phase_centred(128,{})", "mean", "auto"),
     ("reverse", "two_phase_centred(128,{})", "hajek", "auto"),
     ("reverse", "top_k({})", "none", "bregman"),
     ("reverse", "top_k({})", "none", "plain"),
@@ -168,7 +169,7 @@ def with_scores(draw: Draw, pair: Pair) -> Candidates:
 
 
 def square_errors(objective: Objective, pair: Pair, dense_TV: Tensor, ids_TC: Tensor, drawn: Candidates) -> Tensor:
-    """Squared error [T] of the logit gradient ``sum_i k_i (e_i - p)``, ``k = d loss / d log p``; never a [T, V] more."""
+    """Squared error [T] of the logit gradient ``sum_i k_i (e_i - p)``, ``k = d loss / d log p``."""
     ((origin, design),) = objective.draws.items()
     zero_T = torch.zeros(len(ids_TC), dtype=torch.float64)
     tokens = Tokens(
@@ -305,7 +306,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Gradient error of sparse estimators on a real pair of models.")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m-instruct"), help="teacher checkpoint")
-    parser.add_argument("--repeats", type=int, default=8, help="draws a position (a quarter of it for gumbel)")
+    parser.add_argument("--repeats", type=int, default=4, help="draws a position (a quarter of it for gumbel)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of tables")
     parser.add_argument("--figure", type=Path, help="write the figure here")

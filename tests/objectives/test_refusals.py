@@ -40,6 +40,7 @@ from asyncopd.objectives.traps import TRAPS
         ({"name": "reverse_k"}, "did you mean reverse_kl"),
         ({"design": "sistematic(4)"}, "did you mean systematic"),
         ({"origin": "both"}, "one of auto, student, teacher"),
+        ({"origin": None}, "one of auto, student, teacher"),
         ({"centring": "median"}, "one of auto, none"),
         ({"form": "dense"}, "one of auto, bregman"),
         ({"reduction": "sum"}, "one of token_mean"),
