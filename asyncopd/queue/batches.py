@@ -144,11 +144,28 @@ def _pinned(connection: sqlite3.Connection, plan: LedgerPlan, version: int) -> l
     return [ordinal for ordinal, _ in live]
 
 
+def trained_batch(connection: sqlite3.Connection, plan: LedgerPlan, version: int) -> Batch:
+    """The batch that made ``version``, for a replay; LedgerError if it is not trained or its payloads are deleted."""
+    where = "state >= 6 AND forgotten = 0 AND state = 6 AND final_at = ?"
+    batch = _batch(connection, plan, where, (version,))
+    if not batch.samples:
+        raise LedgerError(
+            f"no payloads of the batch that made version {version}; expected a version from 1 to "
+            f"{policy_version(connection)} of a run recorded with queue.record = true"
+        )
+    return batch
+
+
 def _leased_batch(connection: sqlite3.Connection, plan: LedgerPlan) -> Batch:
+    return _batch(connection, plan, "state = 5 AND state < 6", ())
+
+
+def _batch(connection: sqlite3.Connection, plan: LedgerPlan, where: str, values: tuple[int, ...]) -> Batch:
     found = connection.execute(
         "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rollout_path,"
         " rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes"
-        " FROM samples WHERE state = 5 AND state < 6 ORDER BY ordinal"
+        f" FROM samples WHERE {where} ORDER BY ordinal",
+        values,
     )
     samples = [
         BatchSample(

@@ -248,6 +248,13 @@ class Ledger:
         with transaction(self._connection, self._path) as connection:
             return batches.forget_payloads(connection, oldest_kept_version)
 
+    def trained_batch(self, version: int) -> Batch:
+        """The batch that the step to ``version`` trained, for a replay.
+
+        LedgerError if that step is not committed, or its payloads were forgotten because the run is not recorded.
+        """
+        return batches.trained_batch(self._connection, self._plan, version)
+
     def counts(self) -> Counts:
         """Samples by state, from the counters."""
         # One statement is one snapshot, so the numbers fit together while other processes move samples.

@@ -191,8 +191,18 @@ def test_payloads_are_forgotten_once_the_oldest_kept_checkpoint_covers_them(driv
 
 def test_a_recorded_run_forgets_no_payload(tmp_path: Path) -> None:
     driver = Driver(tmp_path, record=True)
-    driver.run(3)
+    batches = driver.run(3)
     assert driver.ledger.forget_payloads(3) == []
+    assert [driver.ledger.trained_batch(version) for version in (1, 2, 3)] == batches
+
+
+def test_a_batch_whose_payloads_are_gone_cannot_be_replayed(driver: Driver) -> None:
+    driver.run(2)
+    driver.ledger.forget_payloads(1)
+    assert driver.ledger.trained_batch(2).samples
+    for version in (1, 3):
+        with pytest.raises(LedgerError, match="queue.record = true"):
+            driver.ledger.trained_batch(version)
 
 
 def test_staleness_is_told_in_flight_in_queue_and_for_each_step(driver: Driver) -> None:

@@ -153,7 +153,7 @@ class Model:
         ]
         return POLICIES[self.plan.selection].choose(rows, size) or []
 
-    def mean_staleness_bound_holds(self) -> bool:
+    def staleness_bound_holds(self) -> bool:
         return all(
             sample.final_at is not None and sample.final_at - 1 - sample.oldest <= self.plan.max_staleness
             for sample in self.samples
@@ -162,16 +162,9 @@ class Model:
 
 
 plans = st.builds(
-    lambda pinned, overtaking, **changes: plan_of(**(pinned or {}), **(overtaking or {}), **changes),
-    pinned=st.none(),
-    overtaking=st.one_of(
-        st.none(),
-        st.builds(
-            lambda selection, requeue: {"selection": selection, "requeue_too_old": requeue},
-            st.sampled_from(sorted(POLICIES)),
-            st.booleans(),
-        ),
-    ),
+    plan_of,
+    selection=st.sampled_from(["strict", "strict", *sorted(POLICIES)]),
+    requeue_too_old=st.booleans(),
     max_staleness=st.integers(0, 2),
     batch_size=st.sampled_from([2, 4]),
     steps=st.integers(2, 5),
@@ -200,6 +193,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held: list[tuple[int, LeasedSample]] = []
         self.put: list[tuple[int, LeasedSample]] = []
         self.batch: Batch | None = None
+        self.revived = 0
 
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
@@ -219,7 +213,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.policy_version == self.model.version
         assert self.ledger.published_version == max(self.model.published)
         self.ledger.check_invariant()
-        assert self.model.mean_staleness_bound_holds()
+        assert self.model.staleness_bound_holds()
 
     def hold(self, lease: Lease | None, ordinals: list[int], state: int) -> None:
         assert [sample.ordinal for sample in lease.samples] == ordinals if lease else ordinals == []
@@ -430,6 +424,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert state == DROPPED
             else:
                 assert state in (PENDING, ROLLED, SCORED)
+                self.revived += sample.state == DROPPED
                 assert newest is None or newest <= version
                 assert not (
                     sample.state in (SCORED, LEASED, TRAINED) and state == PENDING and self.kept(sample, version)
@@ -470,8 +465,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert counts.trained == plan.steps * plan.batch_size
         if not self.model.overtakes:
             assert "too_old" not in counts.dropped_by_reason
-            # Strict order: every slot up to the last trained one is trained, or was poisoned.
-            assert counts.live == 0
+            # Strict order: every slot up to the last trained one is trained, or was poisoned. A sample that was
+            # admitted in place of one that lives again is left over.
+            assert counts.live <= self.revived
             assert counts.trained + counts.dropped == counts.admitted
         assert len(uids_of(self.ledger.lease_batch())) == 0
 
@@ -501,4 +497,4 @@ def test_the_ledger_and_its_model_agree_after_every_call() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_ledger_and_its_model_agree_on_many_more_runs() -> None:
-    check(3000, 80, derandomize=False)
+    check(1500, 60, derandomize=False)
