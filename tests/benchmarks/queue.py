@@ -2,6 +2,7 @@
 
 samples_per_s       through admit, roll, score, lease and commit, by processes and payload size; each sample has a
                     rollout and a record of that size, both written, read back with checksum, and deleted
+cpu_us_a_sample     CPU time of all processes together for the same, which other work on the machine disturbs less
 growth_10k_to_1m    cost of one sample with 1,000,000 rows in the ledger over that with 10,000 (ledger calls only)
 step_share          share of an optimizer step of --step-s seconds that the queue takes for --batch-size samples
 ratio_to_transferqueue      samples/s over TransferQueue's with the same payloads; null: there is no driver for it yet
@@ -73,14 +74,17 @@ def work(folder: Path, size: int, learner: bool) -> None:
     with Ledger.open(folder / "ledger.sqlite") as ledger:
         print("ready", flush=True)
         sys.stdin.readline()
+        began = time.process_time()
         while not ledger.finished:
             moved = turn(ledger, folder, data, 8)
             moved |= learner and train(ledger, folder)
             if not moved:
                 time.sleep(0.002)
+    print(time.process_time() - began, flush=True)
 
 
-def samples_per_s(processes: int, size: int, steps: int) -> float:
+def run_processes(processes: int, size: int, steps: int) -> tuple[float, float]:
+    """Samples a second, and CPU microseconds a sample."""
     folder = Path(tempfile.mkdtemp(prefix="queue-bench-"))
     try:
         with Ledger.create(folder / "ledger.sqlite", plan_of(steps)) as ledger:
@@ -97,13 +101,15 @@ def samples_per_s(processes: int, size: int, steps: int) -> float:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             process.stdin.flush()
+        cpu_s = 0.0
         for process in running:
-            process.communicate()
+            told, _ = process.communicate()
             if process.returncode:
                 raise SystemExit(f"a process of the benchmark ended with {process.returncode}")
+            cpu_s += float(told)
         with Ledger.open(folder / "ledger.sqlite") as ledger:
             first, last = ledger._connection.execute("SELECT min(admitted_s), max(final_s) FROM samples").fetchone()
-        return steps * BATCH / (last - first)
+        return steps * BATCH / (last - first), cpu_s * 1e6 / (steps * BATCH)
     finally:
         shutil.rmtree(folder)
 
@@ -166,15 +172,16 @@ def seconds_a_sample(rows: int, measured_steps: int, rounds: int) -> float:
 
 
 def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | None, batch_size: int) -> dict[str, Any]:
-    speeds = {
-        f"{processes} processes, {name}": samples_per_s(processes, size, steps if size < MB else max(2, steps // 6))
-        for size, name in ((10 * KB, "10 kB"), (MB, "1 MB"))
-        for processes in (1, 2, 4)
-    }
+    speeds, cpu = {}, {}
+    for size, name in ((10 * KB, "10 kB"), (MB, "1 MB")):
+        for processes in (1, 2, 4):
+            case = f"{processes} processes, {name}"
+            speeds[case], cpu[case] = run_processes(processes, size, steps if size < MB else max(2, steps // 6))
     costs = {str(count): seconds_a_sample(count, measured_steps, rounds=4) for count in rows}
     share = None if step_s is None else batch_size / speeds["1 processes, 10 kB"] / step_s
     return {
         "samples_per_s": speeds,
+        "cpu_us_a_sample": cpu,
         "us_a_sample_by_rows": {count: cost * 1e6 for count, cost in costs.items()},
         "growth_10k_to_1m": costs[str(rows[-1])] / costs[str(rows[0])],
         "step_share": share,
