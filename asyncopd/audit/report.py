@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import isfinite
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +16,10 @@ from asyncopd.audit.registered import registered_subjects
 from asyncopd.audit.states import random_state
 from asyncopd.audit.subject import Subject, audited
 from asyncopd.errors import ConfigError
+
+_COLUMNS = ("objective", "design", "origin", "form", "", "claims", "value bias", "gradient bias", "rel. MSE", "cosine")
+_WIDTH = 150
+"""Columns of text that the table needs; a narrower terminal wraps its lines."""
 
 HELP = """Check a distillation loss by exact enumeration on a small vocabulary, in float64.
 
@@ -129,7 +134,8 @@ def load_subject(target: str) -> Subject:
 def audit(target: str | None = None, json: bool = False) -> int:
     """The ``asyncopd audit`` command: show the table (or JSON) on standard output, return the exit status."""
     report = run_audit(registered_subjects() if target is None else [load_subject(target)])
-    console = Console()
+    terminal = Console()
+    console = terminal if terminal.width >= _WIDTH else Console(width=_WIDTH, soft_wrap=True)
     if json:
         console.file.write(report.to_json() + "\n")
     else:
@@ -138,9 +144,9 @@ def audit(target: str | None = None, json: bool = False) -> int:
 
 
 def _show(report: AuditReport, console: Console) -> None:
-    table = Table(
-        "objective", "design", "origin", "form", "", "claims", "value bias", "gradient bias", "rel. MSE", "cosine", ""
-    )
+    table = Table(box=SIMPLE, pad_edge=False)
+    for title in (*_COLUMNS, ""):
+        table.add_column(title, no_wrap=True)
     for row in report.rows:
         table.add_row(
             row.objective,

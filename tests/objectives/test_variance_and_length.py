@@ -8,21 +8,26 @@ from itertools import product
 import pytest
 import torch
 
-from asyncopd.audit import measure
+from asyncopd.audit import Measurement, measure
 from asyncopd.audit.registered import divergence_subject
 from asyncopd.audit.states import State
 from asyncopd.objectives import ObjectiveConfig, token_scales
 
 
-def pinned_error(design: str, name: str = "reverse_kl", centring: str = "none", size: int = 9) -> float:
-    """Exact relative squared gradient error on peaked distributions, stale proposal."""
+def pinned(design: str, name: str = "reverse_kl", centring: str = "none", size: int = 9) -> Measurement:
+    """Exact bias and error on peaked distributions, stale proposal."""
     generator = torch.Generator().manual_seed(7)
     student_TV = 2.0 * torch.randn(2, size, generator=generator, dtype=torch.float64)
     teacher_TV = student_TV + 0.5 * torch.randn(2, size, generator=generator, dtype=torch.float64)
     drift_TV = 0.3 * torch.randn(2, size, generator=generator, dtype=torch.float64)
     state = State(student_TV=student_TV, teacher_TV=teacher_TV, behaviour_TV=student_TV + drift_TV)
     config = ObjectiveConfig(name=name, design=design, centring=centring)  # type: ignore[arg-type]
-    return measure(divergence_subject(config), state).grad_rel_mse
+    return measure(divergence_subject(config), state)
+
+
+def pinned_error(design: str, name: str = "reverse_kl", centring: str = "none", size: int = 9) -> float:
+    """Relative squared gradient error."""
+    return pinned(design, name, centring, size).grad_rel_mse
 
 
 def test_drawing_without_replacement_beats_independent_draws() -> None:
@@ -37,6 +42,12 @@ def test_what_the_scorer_knows_and_centring_lower_the_error_and_together_most() 
     both = pinned_error("two_phase_centred(24,8)", centring="hajek", size=100)
     assert both < thinned < plain
     assert both < centred < plain
+
+
+@pytest.mark.parametrize("design", ["systematic(8)", "systematic(16)", "two_phase_centred(24,8)"])
+def test_the_bias_of_hajek_is_a_hundredth_of_its_squared_error_from_8_candidates_on(design: str) -> None:
+    found = pinned(design, centring="hajek", size=100)
+    assert 0.0 < found.grad_bias**2 < 0.01 * found.grad_rel_mse
 
 
 def test_the_own_token_in_a_head_and_tail_design_is_poor() -> None:
