@@ -3,7 +3,6 @@
 import pytest
 import tyro
 
-from asyncopd.errors import ConfigError
 from asyncopd.objectives import ObjectiveConfig
 
 
@@ -13,6 +12,8 @@ def test_fields_are_options() -> None:
     assert tyro.cli(ObjectiveConfig, args=["--no-temperature-squared"]) == ObjectiveConfig()
 
 
-def test_a_refusal_reaches_the_caller() -> None:
-    with pytest.raises(ConfigError, match="use reverse_kl"):
+def test_a_refusal_is_shown_and_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
         tyro.cli(ObjectiveConfig, args=["--name", "jsd", "--beta", "1.0"])
+    shown = capsys.readouterr()
+    assert "use reverse_kl" in " ".join((shown.out + shown.err).replace("│", " ").split())
