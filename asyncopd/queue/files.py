@@ -11,6 +11,8 @@ from asyncopd.queue.rows import PayloadRef
 
 PAYLOADS = "payloads"
 """Folder of all payloads in the run folder."""
+PROMPTS_A_FOLDER = 1000
+"""Prompts of an epoch whose files share a folder: file systems slow down when a folder grows without end."""
 
 
 class PayloadError(LedgerError):
@@ -20,6 +22,19 @@ class PayloadError(LedgerError):
 def checksum(data: bytes) -> str:
     """CRC-32, which finds a torn write or a flipped bit; it is no defence against forgery."""
     return f"crc32:{zlib.crc32(data):08x}"
+
+
+def write_payload(run_dir: Path, kind: str, uid: str, data: bytes) -> PayloadRef:
+    """Write a sample's payload, a ``kind`` of its own folder; the reference to put into the ledger.
+
+    The name holds the checksum, so that a worker whose lease was lost never overwrites the file of the one that
+    replaced it.
+    """
+    epoch, position = uid.split("-")[:2]
+    check = checksum(data)
+    path = f"{PAYLOADS}/{kind}/{epoch}/{int(position) // PROMPTS_A_FOLDER}/{uid}.{check[-8:]}.safetensors"
+    write_whole(run_dir, path, data)
+    return PayloadRef(path=path, checksum=check, bytes=len(data))
 
 
 def write_whole(run_dir: Path, path: str, data: bytes) -> None:

@@ -188,6 +188,12 @@ def release(connection: sqlite3.Connection, plan: LedgerPlan, token: int) -> int
     return _set_back(connection, members, held)
 
 
+def release_owner(connection: sqlite3.Connection, plan: LedgerPlan, owner: str) -> int:
+    """End every lease of ``owner``; how many samples went back one state."""
+    held = connection.execute("SELECT token FROM leases WHERE owner = ?", (owner,)).fetchall()
+    return sum(release(connection, plan, token) for (token,) in held)
+
+
 def expire(connection: sqlite3.Connection, plan: LedgerPlan, now: float) -> int:
     """Take back every lease that has expired; how many samples went back one state."""
     dead = connection.execute("SELECT token FROM leases WHERE expires_s <= ?", (now,)).fetchall()

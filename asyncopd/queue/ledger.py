@@ -183,6 +183,11 @@ class Ledger:
         with transaction(self._connection, self._path) as connection:
             leases.release(connection, self._plan, token)
 
+    def release_owner(self, owner: str) -> int:
+        """Give back all that a worker holds, because it is dead; how many samples went back one state."""
+        with transaction(self._connection, self._path) as connection:
+            return leases.release_owner(connection, self._plan, owner)
+
     def expire(self, now: float | None = None) -> int:
         """Take back the leases that expired before ``now``; how many samples went back one state."""
         with transaction(self._connection, self._path) as connection:

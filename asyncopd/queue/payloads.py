@@ -1,7 +1,6 @@
 """What the samples of the queue carry: one safetensors file a rollout, one a teacher record.
 
-The file's name holds its checksum, so that a worker whose lease was lost never overwrites the file of the one that
-replaced it. Shape suffixes: T response positions, C candidates a position, V vocabulary.
+Shape suffixes: T response positions, C candidates a position, V vocabulary.
 """
 
 import json
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from asyncopd.queue.files import PAYLOADS, PayloadError, checksum, delete_payloads, read_checked, write_whole
+from asyncopd.queue.files import PayloadError, delete_payloads, read_checked, write_payload
 from asyncopd.queue.rows import PayloadRef
 from asyncopd.types import Rollout
 from teacher_cache.record import CandidateSet, TeacherRecord
@@ -26,9 +25,6 @@ __all__ = [
     "write_record",
     "write_rollout",
 ]
-
-FILES_A_FOLDER = 1000
-"""Prompts of an epoch whose files share a folder: file systems slow down when a folder grows without end."""
 
 
 def write_rollout(run_dir: Path, rollout: Rollout) -> PayloadRef:
@@ -127,11 +123,7 @@ def _unpack(packed: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Ca
 
 def _write(run_dir: Path, kind: str, uid: str, tensors: dict[str, Tensor], told: dict[str, Any]) -> PayloadRef:
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"told": json.dumps(told)})
-    epoch, position = uid.split("-")[:2]
-    check = checksum(data)
-    path = f"{PAYLOADS}/{kind}/{epoch}/{int(position) // FILES_A_FOLDER}/{uid}.{check[-8:]}.safetensors"
-    write_whole(run_dir, path, data)
-    return PayloadRef(path=path, checksum=check, bytes=len(data))
+    return write_payload(run_dir, kind, uid, data)
 
 
 def _read(run_dir: Path, ref: PayloadRef, uid: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncopd.queue.files import checksum, delete_payloads, read_checked, write_whole
+from asyncopd.queue.files import delete_payloads, read_checked, write_payload
 from asyncopd.queue.ledger import Ledger, LedgerPlan, PayloadRef
 from tests.benchmarks.queue_policies import simulate_all
 
@@ -36,23 +36,17 @@ def plan_of(steps: int, **changes: Any) -> LedgerPlan:
     return LedgerPlan(**{**usual, **changes})
 
 
-def put_payload(folder: Path, uid: str, kind: str, data: bytes) -> PayloadRef:
-    path = f"payloads/{kind}/{uid.split('-')[1][-2:]}/{uid}"
-    write_whole(folder, path, data)
-    return PayloadRef(path=path, checksum=checksum(data), bytes=len(data))
-
-
 def turn(ledger: Ledger, folder: Path, data: bytes, count: int) -> bool:
     """Generate and score up to ``count`` samples; whether there was anything to do."""
     rolling = ledger.lease_rollouts("bench", count, HOUR_S)
     for sample in rolling.samples if rolling else ():
-        ref = put_payload(folder, sample.uid, "rollouts", data)
+        ref = write_payload(folder, "rollouts", sample.uid, data)
         ledger.put_rollout(rolling.token, sample.uid, ref, 100, sample.min_version, sample.min_version, "eos")
     scoring = ledger.lease_scoring("bench", count, HOUR_S)
     for sample in scoring.samples if scoring else ():
         assert sample.rollout is not None
         read_checked(folder, sample.rollout)
-        ledger.put_record(scoring.token, sample.uid, put_payload(folder, sample.uid, "records", data), 100)
+        ledger.put_record(scoring.token, sample.uid, write_payload(folder, "records", sample.uid, data), 100)
     return rolling is not None or scoring is not None
 
 
