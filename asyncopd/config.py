@@ -18,6 +18,7 @@ from asyncopd.prompts import DataConfig
 from asyncopd.queue.plan import QueueConfig
 from asyncopd.rollout.pool import RolloutConfig
 from asyncopd.scoring import TeacherConfig
+from asyncopd.supervisor import SupervisionConfig
 from asyncopd.tracking.trackers import TrackingConfig
 
 _MODE = re.compile(r"sync|async|lagged:(\d+)")
@@ -50,6 +51,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
 
     def __post_init__(self) -> None:
         if not _MODE.fullmatch(self.mode):

@@ -134,7 +134,7 @@ class _Run:
         tracking = self._open_tracking(start, tracker_ids)
         evaluation = HeldOutEvaluation(config, checks, tracking, tracer, self.callbacks)
         ledger = self._open_ledger(checks, start)
-        owner = self._owner(ledger, tracking)
+        owner = self._owner(ledger, tracking, tracer)
         with owner.stop:
             before = self._first_evaluation(evaluation, learner)
             owner.publisher.publish(start, learner.weights())
@@ -266,7 +266,7 @@ class _Run:
         LOG.warning("resumed at policy version %d: %s", start, resumed)
         return ledger
 
-    def _owner(self, ledger: Ledger, tracking: RunTracking) -> Owner:
+    def _owner(self, ledger: Ledger, tracking: RunTracking, tracer: Tracer) -> Owner:
         config, path = self.config, self.folder.path
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
@@ -274,7 +274,9 @@ class _Run:
         def wake() -> None:
             ring(path, "learner")
 
-        supervisor = Supervisor(path, specs, on_death=wake)
+        supervisor = Supervisor(
+            path, specs, config.supervision, lease_s=config.queue.lease_s, tracer=tracer, on_death=wake
+        )
         return Owner(
             run_dir=path,
             ledger=ledger,
@@ -291,8 +293,8 @@ class _Run:
     @contextmanager
     def _workers(self, owner: Owner) -> Iterator[None]:
         """The worker processes, for as long as the block lasts."""
-        owner.supervisor.start()
         try:
+            owner.supervisor.start()
             yield
         finally:
             owner.supervisor.stop()

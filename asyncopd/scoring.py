@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
+from asyncopd.learner.batching import plan_micro_batches
 from asyncopd.objectives import valid_positions
 from asyncopd.queue.ledger import Lease, LeasedSample
 from asyncopd.queue.payloads import read_rollout, write_record
@@ -52,6 +53,7 @@ class ScoringWorker:
     """One scoring process.
 
     samples         answers leased at a time
+    batch_tokens    padded tokens that the scorer takes at once; after each such batch the lease is extended
     teacher_draw    spec of the design that the teacher itself draws, or None
     origins         the candidate sets that the objective reads
     """
@@ -59,6 +61,7 @@ class ScoringWorker:
     stage: Stage
     scorer: Scorer
     samples: int
+    batch_tokens: int
     teacher_draw: str | None
     origins: frozenset[Origin]
 
@@ -74,18 +77,31 @@ class ScoringWorker:
                 stage.hand_on()
 
     def _score(self, lease: Lease) -> None:
-        """Score a lease; a sample that cannot be read or scored is quarantined, the others go on."""
+        """Score a lease in batches; a sample that cannot be read or scored is quarantined, the others go on."""
         pairs = []
         for sample in lease.samples:
             try:
                 pairs.append((sample, self._request(sample)))
             except LedgerError as error:
                 self._drop(lease, sample, "unreadable", str(error))
+        lengths = [len(request.prompt_ids) + len(request.response_ids_T) for _, request in pairs]
         with self.stage.tracer.span("score", samples=len(pairs)) as span:
-            results = self.scorer.score([request for _, request in pairs])
-            for (sample, request), result in zip(pairs, results, strict=True):
-                span.add(tokens=len(request.response_ids_T))
-                self._put(lease, sample, result)
+            # The plan depends on the lease alone, so that in the pinned modes a group is scored the same way again.
+            for batch in plan_micro_batches(lengths, self.batch_tokens):
+                if not self._extend(lease):
+                    return
+                requests = [pairs[index][1] for index in batch]
+                for index, result in zip(batch, self.scorer.score(requests), strict=True):
+                    self._put(lease, pairs[index][0], result)
+                span.add(tokens=sum(len(request.response_ids_T) for request in requests))
+
+    def _extend(self, lease: Lease) -> bool:
+        """Between two batches: say that there was progress. False once another worker has the lease."""
+        self.stage.beat()
+        if self.stage.ledger.heartbeat(lease.token, self.stage.lease_s):
+            return True
+        self.stage.log.warning("lease %d ended while it was scored; what is left of it goes to another", lease.token)
+        return False
 
     def _request(self, sample: LeasedSample) -> ScoreRequest:
         if sample.rollout is None:

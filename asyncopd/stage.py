@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Stage:
     seed        the run's seed
     lease_s     seconds after which work that shows no progress goes to another worker
     wakes       doorbells to ring when this stage has handed something on
+    beat        tells the supervisor that there was progress: a decode step, some answers scored, a look for work
     """
 
     name: str
@@ -31,6 +33,7 @@ class Stage:
     seed: int
     lease_s: float
     wakes: tuple[str, ...]
+    beat: Callable[[], None]
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -50,6 +53,7 @@ class Stage:
 
     def rest(self) -> None:
         """Wait until somebody rings, or for the slow poll."""
+        self.beat()
         self.doorbell.wait(SLOW_POLL_S)
 
     def hand_on(self) -> None:

@@ -1,7 +1,10 @@
-"""Starts the worker processes, notices at once when one ends, and ends them all.
+"""Starts the worker processes, restarts those that die or hang, and ends them all.
+
+    worker ends, or is silent for lease_s ──> killed ──> its leases released ──> back-off ──> started again
+                                                                        └─ no restart left ──> the run fails
 
 A worker lives as long as the pipe to its standard input: it stops after what it is doing when it reads ``stop``, and at
-once when the pipe closes, so no worker outlives a parent that was killed.
+once when the pipe closes, so no worker outlives a parent that was killed. Through a second pipe it tells of progress.
 """
 
 import logging
@@ -14,7 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncopd.errors import ConfigError, WorkerDiedError
+from asyncopd.errors import AsyncOPDError, ConfigError, WorkerDiedError
+from asyncopd.queue.doorbell import ring_all
+from asyncopd.queue.ledger import Ledger
+from asyncopd.tracking.trace import RESTART, Tracer
 
 LOG = logging.getLogger(__name__)
 _LAUNCHER_VARIABLES = (
@@ -28,6 +34,7 @@ _LAUNCHER_VARIABLES = (
 )
 _LAUNCHER_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_")
 _POLL_S = 0.2
+_KILL_S = 10.0
 _TAIL_CHARACTERS = 4000
 
 
@@ -71,84 +78,223 @@ def check_devices(workers: Sequence[WorkerSpec], learner: Sequence[str]) -> None
             taken[device] = worker.name
 
 
-class Supervisor:
-    """The worker processes of one run. ``on_death`` is called once, from a thread, when a worker dies."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisionConfig:
+    """What becomes of a rollout worker or scorer that dies or hangs."""
 
-    def __init__(self, run_dir: Path, workers: Sequence[WorkerSpec], on_death: Callable[[], None]) -> None:
+    restarts: int = 3
+    """How often each worker is started again before the run fails; 0 fails at the first death."""
+    backoff_s: float = 1.0
+    """Seconds before a worker's first restart; doubled for each further one."""
+    start_s: float = 600.0
+    """Seconds that a worker may take until it is ready; after that ``queue.lease_s`` without progress is a hang."""
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise ConfigError(f"supervision.restarts is {self.restarts}; expected 0 (fail at the first death) or more")
+        if self.backoff_s < 0:
+            raise ConfigError(f"supervision.backoff_s is {self.backoff_s}; expected 0 seconds or more")
+        if not self.start_s > 0:
+            raise ConfigError(f"supervision.start_s is {self.start_s}; expected seconds above 0, for example 600")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    """A worker and what is known of it; times are of the monotonic clock, seconds.
+
+    beats       descriptor that its signs of progress come from
+    heard       when it was started or last made progress
+    ready       whether it has made progress at all
+    restarts    how often it was started again
+    due         when it is to be started again; None while it runs
+    """
+
+    spec: WorkerSpec
+    process: subprocess.Popen[bytes]
+    beats: int
+    heard: float
+    ready: bool = False
+    restarts: int = 0
+    due: float | None = None
+
+    def listen(self) -> None:
+        """Take what it has told of progress."""
+        try:
+            while os.read(self.beats, 65536):
+                self.heard, self.ready = time.monotonic(), True
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Let go of both pipes."""
+        os.close(self.beats)
+        if self.process.stdin is not None:
+            try:
+                self.process.stdin.close()
+            except BrokenPipeError:
+                LOG.debug("the pipe to %s was closed by its end", self.spec.name)
+
+
+class Supervisor:
+    """The worker processes of one run.
+
+    lease_s     seconds without progress after which a worker that was ready is taken to hang
+    tracer      the learner's; restarts are traced there
+    on_death    called once, from a thread, when a worker is lost for good
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        specs: Sequence[WorkerSpec],
+        config: SupervisionConfig,
+        *,
+        lease_s: float,
+        tracer: Tracer,
+        on_death: Callable[[], None],
+    ) -> None:
         self._run_dir = run_dir
-        self._workers = workers
+        self._specs = specs
+        self._config = config
+        self._lease_s = lease_s
+        self._tracer = tracer
         self._on_death = on_death
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._death: WorkerDiedError | None = None
+        self._workers: list[_Worker] = []
+        self._death: AsyncOPDError | None = None
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_workers, name="supervisor", daemon=True)
 
     def start(self) -> None:
         """Start every worker, each in a session of its own so that Ctrl-C reaches only the learner."""
         (self._run_dir / "logs").mkdir(exist_ok=True)
-        for worker in self._workers:
-            with self._log_path(worker.name).open("ab") as log:
-                self._processes[worker.name] = subprocess.Popen(
-                    [sys.executable, "-m", "asyncopd.worker", worker.kind, str(worker.index), str(self._run_dir)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=worker.environment(os.environ),
-                    start_new_session=True,
-                )
+        for spec in self._specs:
+            process, beats = self._start(spec)
+            self._workers.append(_Worker(spec=spec, process=process, beats=beats, heard=time.monotonic()))
         self._watch.start()
 
     @property
-    def pids(self) -> dict[str, int]:
-        """Process ids by worker name."""
-        return {name: process.pid for name, process in self._processes.items()}
+    def restarts(self) -> int:
+        """How often a worker was started again, all together."""
+        return sum(worker.restarts for worker in self._workers)
 
     def check(self) -> None:
-        """Raise WorkerDiedError if a worker has died."""
+        """Raise WorkerDiedError if a worker is lost for good."""
         if self._death is not None:
             raise self._death
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """Ask every worker to stop, then insist: SIGTERM after ``timeout_s``, SIGKILL two seconds later."""
         self._stopping.set()
-        for process in self._processes.values():
-            if process.stdin is not None and process.poll() is None:
-                try:
-                    process.stdin.write(b"stop\n")
-                    process.stdin.flush()
-                except BrokenPipeError:
-                    LOG.debug("process %d ended before it could be asked to", process.pid)
+        if self._watch.is_alive():
+            # First, so that it starts nobody behind this function's back.
+            self._watch.join()
+        running = [worker for worker in self._workers if worker.due is None]
+        for worker in running:
+            self._ask_to_stop(worker.process)
         deadline = time.monotonic() + timeout_s
-        for name, process in self._processes.items():
+        for worker in running:
+            process = worker.process
             if not _ended(process, max(0.1, deadline - time.monotonic())):
-                LOG.warning("%s did not stop within %.0f s; terminating it", name, timeout_s)
+                LOG.warning("%s did not stop within %.0f s; terminating it", worker.spec.name, timeout_s)
                 process.terminate()
                 if not _ended(process, 2.0):
                     process.kill()
                     process.wait()
-            if process.stdin is not None:
-                try:
-                    process.stdin.close()
-                except BrokenPipeError:
-                    LOG.debug("the pipe to %s was closed by its end", name)
-        if self._watch.is_alive():
-            self._watch.join()
+            worker.close()
 
     def kill(self) -> None:
         """End every worker at once."""
         self._stopping.set()
-        for process in self._processes.values():
-            process.kill()
+        for worker in self._workers:
+            worker.process.kill()
+
+    def _start(self, spec: WorkerSpec) -> tuple[subprocess.Popen[bytes], int]:
+        """The process of a worker, and the descriptor of its signs of progress."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        try:
+            with self._log_path(spec.name).open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "asyncopd.worker", spec.kind, str(spec.index)]
+                    + [str(self._run_dir), str(writer)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=spec.environment(os.environ),
+                    start_new_session=True,
+                    pass_fds=(writer,),
+                )
+        finally:
+            os.close(writer)
+        return process, reader
+
+    @staticmethod
+    def _ask_to_stop(process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is not None and process.poll() is None:
+            try:
+                process.stdin.write(b"stop\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                LOG.debug("process %d ended before it could be asked to", process.pid)
 
     def _watch_workers(self) -> None:
-        while not self._stopping.wait(_POLL_S):
-            for name, process in self._processes.items():
-                code = process.poll()
-                if code is not None and code != 0:
-                    self._death = WorkerDiedError(name, f"exit status {code}\n{self._log_tail(name)}")
-                    LOG.error("%s", self._death)
-                    self._on_death()
-                    return
+        try:
+            with Ledger.open(self._run_dir / "ledger.sqlite") as ledger:
+                while not self._stopping.wait(_POLL_S):
+                    for worker in self._workers:
+                        self._tend(worker, ledger)
+        except (AsyncOPDError, OSError) as error:
+            fatal = error if isinstance(error, AsyncOPDError) else WorkerDiedError("supervisor", str(error))
+            LOG.error("%s", fatal)
+            self._death = fatal
+            self._on_death()
+
+    def _tend(self, worker: _Worker, ledger: Ledger) -> None:
+        """Start a worker that is due; bury one that died or hangs."""
+        if worker.due is not None:
+            if time.monotonic() >= worker.due:
+                worker.process, worker.beats = self._start(worker.spec)
+                worker.heard, worker.ready, worker.due = time.monotonic(), False, None
+            return
+        cause = self._cause_of_death(worker)
+        if cause is None:
+            return
+        name, limit = worker.spec.name, self._config.restarts
+        worker.process.kill()
+        if not _ended(worker.process, _KILL_S):
+            raise WorkerDiedError(name, f"{cause}, and did not end within {_KILL_S:.0f} s of a SIGKILL")
+        back = ledger.release_owner(name)
+        ring_all(self._run_dir)
+        if worker.restarts >= limit:
+            after = f", after {limit} restarts" if limit else ""
+            raise WorkerDiedError(name, f"{cause}{after}\n{self._log_tail(name)}")
+        worker.close()
+        wait_s = self._config.backoff_s * 2**worker.restarts
+        worker.restarts += 1
+        worker.due = time.monotonic() + wait_s
+        self._tracer.instant(f"{RESTART} {name}", samples=back)
+        LOG.warning(
+            "%s died: %s; %d samples go back, restart %d of %d in %.1f s (its log: %s)",
+            name,
+            cause,
+            back,
+            worker.restarts,
+            limit,
+            wait_s,
+            self._log_path(name),
+        )
+
+    def _cause_of_death(self, worker: _Worker) -> str | None:
+        """Why a worker must be replaced; None while it works, and once it has ended because the run is over."""
+        code = worker.process.poll()
+        if code is not None:
+            return None if code == 0 else f"exit status {code}"
+        worker.listen()
+        silent = time.monotonic() - worker.heard
+        allowed = self._lease_s if worker.ready else self._config.start_s
+        if silent <= allowed:
+            return None
+        return f"no progress for {silent:.1f} s; {'lease_s' if worker.ready else 'start_s'} is {allowed:.1f} s"
 
     def _log_path(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"

@@ -1,4 +1,6 @@
-"""``python -m asyncopd.worker KIND INDEX RUN_DIR``: one worker process, started by the supervisor.
+"""``python -m asyncopd.worker KIND INDEX RUN_DIR BEAT``: one worker process, started by the supervisor.
+
+BEAT is the descriptor of a pipe into which the worker writes a byte whenever it has made progress.
 
 Everything it needs is in the run folder: the resolved configuration, the tokenised prompts, the ledger, the weights.
 """
@@ -7,8 +9,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -25,22 +27,23 @@ from asyncopd.workers import build_worker
 
 def main(argv: list[str]) -> int:
     """Run one worker until the run is over, it is told to stop, or its parent is gone."""
-    kind, index, run_dir = argv
+    kind, index, run_dir, pipe = argv
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_freed_memory()
     folder = RunFolder(Path(run_dir))
-    with open_stage(folder, kind, int(index)) as stage:
+    with open_stage(folder, kind, int(index), beat_into(int(pipe))) as stage:
         threading.Thread(target=_obey_parent, args=(stage,), name="parent", daemon=True).start()
         worker = build_worker(kind, stage, folder)
         stage.tracer.instant("ready")
+        stage.beat()
         worker.run()
     return 0
 
 
 @contextmanager
-def open_stage(folder: RunFolder, kind: str, index: int) -> Iterator[Stage]:
+def open_stage(folder: RunFolder, kind: str, index: int, beat: Callable[[], None] = lambda: None) -> Iterator[Stage]:
     """The stage of one worker; must be used in the thread that opens it."""
     config = folder.config()
     name = f"{kind}-{index}"
@@ -58,7 +61,20 @@ def open_stage(folder: RunFolder, kind: str, index: int) -> Iterator[Stage]:
             seed=config.seed,
             lease_s=config.queue.lease_s,
             wakes=("scorer-0",) if kind == "rollout" else ("learner",),
+            beat=beat,
         )
+
+
+def beat_into(pipe: int) -> Callable[[], None]:
+    """A function that tells the supervisor of progress and never waits for it."""
+    os.set_blocking(pipe, False)
+
+    def beat() -> None:
+        # Full: the supervisor has beats enough to read. Broken: it is gone, and the other pipe ends this process.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(pipe, b".")
+
+    return beat
 
 
 def _obey_parent(stage: Stage) -> None:

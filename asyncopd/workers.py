@@ -72,6 +72,7 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
         stage=stage,
         scorer=SCORERS[config.teacher.scorer](config, folder.token_ids()),
         samples=config.teacher.samples,
+        batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
         origins=objective.origins,
     )

@@ -21,7 +21,7 @@ from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.run_folder import RunFolder
 from asyncopd.scoring import TeacherConfig
 from asyncopd.stage import Stage
-from asyncopd.supervisor import WorkerSpec
+from asyncopd.supervisor import SupervisionConfig, WorkerSpec
 from asyncopd.tracking.trackers import TrackingConfig
 from asyncopd.tracking.wandb_run import WandbConfig
 from asyncopd.worker import open_stage
@@ -88,7 +88,17 @@ def write_recipe(folder: Path, teacher: Path, student: Path) -> Path:
 class ThreadedWorkers:
     """Stands in for the supervisor: the same workers as threads of this process, so that a run costs a second."""
 
-    def __init__(self, run_dir: Path, workers: Sequence[WorkerSpec], on_death: Callable[[], None]) -> None:
+    restarts = 0
+
+    def __init__(
+        self,
+        run_dir: Path,
+        workers: Sequence[WorkerSpec],
+        config: SupervisionConfig,
+        *,
+        on_death: Callable[[], None],
+        **_: object,
+    ) -> None:
         self._folder, self._on_death = RunFolder(run_dir), on_death
         self._threads = [threading.Thread(target=self._work, args=(spec,)) for spec in workers]
         self._stages: list[Stage] = []

@@ -169,6 +169,7 @@ class LearnerLoop:
             values = _values(metrics, batch, version - 1, self.owner.ledger) | {
                 keys.STEP_SECONDS: step_s,
                 keys.WAIT_SECONDS: wait_s,
+                keys.RESTARTS: float(self.owner.supervisor.restarts),
             }
             self.owner.tracking.log(version, values)
             if self.on_step is not None:

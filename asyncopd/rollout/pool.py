@@ -147,6 +147,7 @@ class RolloutWorker:
         self._submit(lease)
 
     def _load(self, version: int) -> None:
+        self.stage.beat()
         with self.stage.tracer.span("load_weights", version=version):
             self.engine.load_weights(self.weights.directory(version), version)
 
@@ -170,6 +171,7 @@ class RolloutWorker:
         with self.stage.tracer.span("decode") as span:
             while self.engine.in_flight > 0 and time.monotonic() < until:
                 span.add(tokens=self.engine.in_flight)
+                self.stage.beat()
                 for rollout in self.engine.step():
                     self._put(rollout)
                     span.add(samples=1)

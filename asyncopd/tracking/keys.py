@@ -18,6 +18,7 @@ Per optimizer step, at the version that the step produced:
     staleness/<where>/<age>          number of samples of that age in optimizer steps; where: in_flight (being rolled
                                      out), in_queue (rolled out, not yet trained), training (trained in this step)
     queue/<STATE>                    samples in each live state of the ledger, after the step
+    restarts                         workers started again so far, since the run was started or resumed
     length_bias                      mean length of the answers trained over that of all generated, minus 1
 Per evaluation:
     held_out/reverse_kl/mean, .../ci95     nats per token on fresh answers to held-out prompts; half-width of the 95%
@@ -31,6 +32,7 @@ DIVERGENCE = "divergence"
 GRAD_NORM = "grad_norm"
 STEP_SECONDS = "step_s"
 WAIT_SECONDS = "wait_s"
+RESTARTS = "restarts"
 LOGPROB_GAP = "logprob_gap/staleness_0"
 ON_POLICY_TOKENS = "tokens/staleness_0"
 

@@ -11,6 +11,7 @@ from asyncopd.tracking import keys
 from asyncopd.tracking.metrics import Evaluation, MetricsRow, series, under
 from asyncopd.tracking.queue_status import QueueStatus
 from asyncopd.tracking.run_files import RunFiles
+from asyncopd.tracking.trace import RESTART
 
 SUMMARY_FILE = "summary.json"
 
@@ -77,6 +78,7 @@ class RunSummary:
     busy                     share of that time in which each stage worked (mean over its processes)
     overlap                  share of that time in which at least two stages worked
     logprob_gap_on_policy    mean |log p - log b| over tokens trained at staleness 0, nats; None when there were none
+    restarts                 how often a worker that died or hung was started again
     """
 
     name: str
@@ -90,6 +92,7 @@ class RunSummary:
     staleness: StalenessFigures
     samples: SampleFigures | None
     logprob_gap_on_policy: float | None
+    restarts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested data, as in the file."""
@@ -113,6 +116,7 @@ def summarize(files: RunFiles) -> RunSummary:
         staleness=_staleness(rows),
         samples=_samples(queue),
         logprob_gap_on_policy=_weighted_mean([(gap, weight) for gap, weight in gaps if math.isfinite(gap)]),
+        restarts=sum(instant.name.startswith(f"{RESTART} ") for instant in files.trace.instants),
     )
 
 

@@ -25,6 +25,8 @@ LEARNER = "learner"
 WAIT = "wait"
 RUN = "run"
 RUN_END = "run_end"
+RESTART = "restart"
+"""First word of an instant of the learner: a worker, named after it, is started again."""
 
 Interval = tuple[int, int]
 """Start and end in nanoseconds since the epoch; the end is not part of it."""
