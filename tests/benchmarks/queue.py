@@ -1,7 +1,7 @@
 """What the sample queue costs, and what each selection policy gains: ``python -m tests.benchmarks.queue --json``.
 
 samples_per_s       through admit, roll, score, lease and commit, by processes and payload size; each sample has a
-                    rollout and a record of that size, both written, read back with checksum, and deleted
+                    rollout and a record of that size, both written and read back with checksum
 cpu_us_a_sample     CPU time of all processes together for the same, which other work on the machine disturbs less
 growth_10k_to_1m    cost of one sample with 1,000,000 rows in the ledger over that with 10,000 (ledger calls only)
 step_share          share of an optimizer step of --step-s seconds that the queue takes for --batch-size samples
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncopd.queue.files import delete_payloads, read_checked, write_payload
+from asyncopd.queue.files import read_checked, write_payload
 from asyncopd.queue.ledger import Ledger, LedgerPlan, PayloadRef
 from tests.benchmarks.queue_policies import simulate_all
 
@@ -58,7 +58,9 @@ def train(ledger: Ledger, folder: Path) -> bool:
         read_checked(folder, sample.rollout)
         read_checked(folder, sample.record)
     ledger.commit_step(batch, ledger.policy_version + 1, True)
-    delete_payloads(folder, ledger.forget_payloads(ledger.policy_version))
+    # The files stay until the benchmark is over: to make a file, ext4 searches past every inode that was freed in the
+    # last minute, which at thousands of files a second would be most of what is measured.
+    ledger.forget_payloads(ledger.policy_version)
     return True
 
 
@@ -77,35 +79,31 @@ def work(folder: Path, size: int, learner: bool) -> None:
     print(time.process_time() - began, flush=True)
 
 
-def run_processes(processes: int, size: int, steps: int) -> tuple[float, float]:
+def run_processes(folder: Path, processes: int, size: int, steps: int) -> tuple[float, float]:
     """Samples a second, and CPU microseconds a sample."""
-    folder = Path(tempfile.mkdtemp(prefix="queue-bench-"))
-    try:
-        with Ledger.create(folder / "ledger.sqlite", plan_of(steps)) as ledger:
-            ledger.publish(0)
-        command = [sys.executable, "-m", "tests.benchmarks.queue", "--work", str(folder), str(size)]
-        running = [
-            subprocess.Popen([*command, str(int(place == 0))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for place in range(processes)
-        ]
-        for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for process in running:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-            process.stdin.flush()
-        cpu_s = 0.0
-        for process in running:
-            told, _ = process.communicate()
-            if process.returncode:
-                raise SystemExit(f"a process of the benchmark ended with {process.returncode}")
-            cpu_s += float(told)
-        with Ledger.open(folder / "ledger.sqlite") as ledger:
-            first, last = ledger._connection.execute("SELECT min(admitted_s), max(final_s) FROM samples").fetchone()
-        return steps * BATCH / (last - first), cpu_s * 1e6 / (steps * BATCH)
-    finally:
-        shutil.rmtree(folder)
+    with Ledger.create(folder / "ledger.sqlite", plan_of(steps)) as ledger:
+        ledger.publish(0)
+    command = [sys.executable, "-m", "tests.benchmarks.queue", "--work", str(folder), str(size)]
+    running = [
+        subprocess.Popen([*command, str(int(place == 0))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for place in range(processes)
+    ]
+    for process in running:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+    cpu_s = 0.0
+    for process in running:
+        told, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"a process of the benchmark ended with {process.returncode}")
+        cpu_s += float(told)
+    with Ledger.open(folder / "ledger.sqlite") as ledger:
+        first, last = ledger._connection.execute("SELECT min(admitted_s), max(final_s) FROM samples").fetchone()
+    return steps * BATCH / (last - first), cpu_s * 1e6 / (steps * BATCH)
 
 
 def fill(ledger: Ledger, rows: int) -> None:
@@ -167,10 +165,14 @@ def seconds_a_sample(rows: int, measured_steps: int, rounds: int) -> float:
 
 def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | None, batch_size: int) -> dict[str, Any]:
     speeds, cpu = {}, {}
-    for size, name in ((10 * KB, "10 kB"), (MB, "1 MB")):
-        for processes in (1, 2, 4):
-            case = f"{processes} processes, {name}"
-            speeds[case], cpu[case] = run_processes(processes, size, steps if size < MB else max(2, steps // 6))
+    with tempfile.TemporaryDirectory(prefix="queue-bench-") as parent:
+        for size, name in ((10 * KB, "10 kB"), (MB, "1 MB")):
+            for processes in (1, 2, 4):
+                case = f"{processes} processes, {name}"
+                folder = Path(parent) / case.replace(" ", "")
+                folder.mkdir()
+                count = steps if size < MB else max(2, steps // 10)
+                speeds[case], cpu[case] = run_processes(folder, processes, size, count)
     costs = {str(count): seconds_a_sample(count, measured_steps, rounds=4) for count in rows}
     share = None if step_s is None else batch_size / speeds["1 processes, 10 kB"] / step_s
     return {
