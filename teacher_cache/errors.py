@@ -15,3 +15,19 @@ class DesignError(TeacherCacheError, ValueError):
 
 class ScoringError(TeacherCacheError):
     """A request that the teacher cannot score; only that request is refused."""
+
+
+class CodecError(TeacherCacheError, ValueError):
+    """Bytes that are no bundle of records or requests, or not the one that was expected."""
+
+
+class StoreError(TeacherCacheError):
+    """The store cannot be used: its folder, its disk or its index."""
+
+
+class HandshakeError(TeacherCacheError):
+    """The teacher is not the one that is asked for; the message names each difference."""
+
+
+class ServiceError(TeacherCacheError):
+    """A teacher service refused a call, or none answered before the deadline."""

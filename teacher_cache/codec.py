@@ -1,0 +1,198 @@
+"""Teacher records in few bytes, the same on the wire and on disk.
+
+Shape suffixes: T response positions, C candidates a position, S = 2 + all sets' C score columns, B bytes an id.
+
+A packed record is one tensor of scores, ``[own log q, entropy, log q of the candidates...]``, and of each candidate
+set only what the request does not say already: nothing for candidates that the request gave, ids and weights for those
+that the scorer drew or kept.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from teacher_cache.errors import CodecError, RecordError
+from teacher_cache.record import CandidateSet, TeacherRecord
+from teacher_cache.scorer import ScoreRequest
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""Dtypes of stored logprobs and entropies; weights are float32 in each."""
+
+RELATIVE_ERROR = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""A stored score differs from the teacher's by at most this times its size (nats), plus 2^-25 in fp16."""
+
+BUNDLE = 1
+"""Version of the layout; another one is refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRecord:
+    """A record, or the error in its place, ready to be written.
+
+    told      plain values for a JSON header
+    tensors   by name
+    """
+
+    told: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def id_bytes(vocabulary: int) -> int:
+    """Fewest whole bytes that hold every id below ``vocabulary``."""
+    return max(1, ((vocabulary - 1).bit_length() + 7) // 8)
+
+
+def pack_ids(ids: Tensor, width: int) -> Tensor:
+    """Ids as uint8 [..., B], little-endian."""
+    as_bytes = ids.to(torch.int32).contiguous().view(-1).view(torch.uint8).reshape(*ids.shape, 4)
+    return as_bytes[..., :width].contiguous()
+
+
+def unpack_ids(packed: Tensor) -> Tensor:
+    """Int32 ids from uint8 [..., B]; CodecError for anything else."""
+    if packed.dtype != torch.uint8 or packed.ndim < 2 or not 1 <= packed.shape[-1] <= 4:
+        raise CodecError(f"packed ids are {packed.dtype} {tuple(packed.shape)}; expected uint8 [..., 1 to 4]")
+    whole = torch.nn.functional.pad(packed, (0, 4 - packed.shape[-1]))
+    return whole.reshape(-1).view(torch.int32).reshape(packed.shape[:-1])
+
+
+def pack_record(
+    record: TeacherRecord, request: ScoreRequest, *, vocabulary: int, precision: str = "fp32"
+) -> PackedRecord:
+    """The record of ``request``; scores beyond the range of ``precision`` keep float32."""
+    columns = [record.log_q_T[:, None], record.entropy_T[:, None]]
+    sets: list[dict[str, Any] | None] = []
+    tensors: dict[str, Tensor] = {}
+    for place, scored in enumerate(record.sets):
+        if scored.log_q_TC is None:
+            raise RecordError(f"the {scored.origin}-drawn set has no teacher scores; score it first")
+        columns.append(scored.log_q_TC)
+        if _is_given(scored, request.candidates):
+            sets.append(None)
+            continue
+        sets.append({"origin": scored.origin, "design": scored.design, "width": scored.ids_TC.shape[1]})
+        if not _is_whole_vocabulary(scored.ids_TC):
+            tensors[f"ids{place}"] = pack_ids(scored.ids_TC, id_bytes(vocabulary))
+        tensors[f"log_w{place}"] = _distinct_rows(scored.log_w_TC.float())
+    scores_TS = torch.cat([column.float() for column in columns], dim=1)
+    stored_TS = scores_TS.to(PRECISIONS[precision])
+    if bool((scores_TS.isfinite() & ~stored_TS.isfinite()).any()):
+        stored_TS = scores_TS
+    return PackedRecord(told={"sets": sets}, tensors={"scores": stored_TS.contiguous(), **tensors})
+
+
+def unpack_record(packed: PackedRecord, request: ScoreRequest, *, temperature: float, teacher: str) -> TeacherRecord:
+    """The record of ``request``; CodecError where the packed one does not fit it."""
+    try:
+        scores_TS = packed.tensors["scores"].float()
+        length, columns = scores_TS.shape
+        if length != len(request.response_ids_T):
+            raise CodecError(f"scores of {length} positions; the response has {len(request.response_ids_T)}")
+        sets, used = [], 2
+        for place, told in enumerate(packed.told["sets"]):
+            bare = _bare_set(packed, request, told, place, length, temperature)
+            width = bare.ids_TC.shape[1]
+            sets.append(bare.scored(scores_TS[:, used : used + width].contiguous()))
+            used += width
+        if used != columns:
+            raise CodecError(f"{columns} score columns; the sets and the own token take {used}")
+        return TeacherRecord(
+            temperature=temperature,
+            teacher=teacher,
+            log_q_T=scores_TS[:, 0].contiguous(),
+            entropy_T=scores_TS[:, 1].contiguous(),
+            sets=tuple(sets),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise CodecError(f"{request.uid}: no record of this request: {error}") from error
+
+
+def _bare_set(
+    packed: PackedRecord, request: ScoreRequest, told: Any, place: int, length: int, temperature: float
+) -> CandidateSet:
+    """A candidate set without its scores."""
+    given = request.candidates
+    if told is None:
+        if given is None:
+            raise CodecError("the record leaves its candidates to the request, which has none")
+        return given
+    width = told["width"]
+    if f"ids{place}" in packed.tensors:
+        ids_TC = unpack_ids(packed.tensors[f"ids{place}"])
+    else:
+        ids_TC = torch.arange(width, dtype=torch.int32).expand(length, width)
+    student = told["origin"] == "student"
+    return CandidateSet(
+        origin="student" if student else "teacher",
+        design=told["design"],
+        temperature=temperature,
+        version=given.version if student and given is not None else None,
+        ids_TC=ids_TC,
+        log_w_TC=packed.tensors[f"log_w{place}"].expand(length, width),
+    )
+
+
+def _is_given(scored: CandidateSet, given: CandidateSet | None) -> bool:
+    """Whether these are the very candidates of the request."""
+    return (
+        given is not None
+        and scored.origin == given.origin
+        and torch.equal(scored.ids_TC, given.ids_TC)
+        and torch.equal(scored.log_w_TC, given.log_w_TC)
+    )
+
+
+def _is_whole_vocabulary(ids_TC: Tensor) -> bool:
+    return bool((ids_TC == torch.arange(ids_TC.shape[1], dtype=ids_TC.dtype)).all())
+
+
+def _distinct_rows(log_w_TC: Tensor) -> Tensor:
+    """One number, or one row, where that is all there is; a view that ``expand`` undoes."""
+    if log_w_TC.numel() and bool((log_w_TC == log_w_TC[:1, :1]).all()):
+        return log_w_TC[:1, :1].contiguous()
+    if len(log_w_TC) and bool((log_w_TC == log_w_TC[:1]).all()):
+        return log_w_TC[:1].contiguous()
+    return log_w_TC.contiguous()
+
+
+def bundle(records: Sequence[PackedRecord], told: Mapping[str, Any]) -> bytes:
+    """Several packed records as one safetensors file; tensor ``scores`` of the third is ``2.scores``."""
+    header = {"bundle": BUNDLE, **told, "records": [record.told for record in records]}
+    # save() refuses tensors that share memory, which slices of one batch do.
+    tensors = {
+        f"{place}.{name}": tensor.contiguous().clone()
+        for place, record in enumerate(records)
+        for name, tensor in record.tensors.items()
+    }
+    return save(tensors, metadata={"told": json.dumps(header, separators=(",", ":"))})
+
+
+def unbundle(data: bytes) -> tuple[dict[str, Any], list[PackedRecord]]:
+    """What ``bundle`` was given; CodecError for anything else, whatever it is."""
+    try:
+        # The layout of safetensors: the length of a JSON header as 8 bytes, little-endian, then the header.
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        told = json.loads(header["__metadata__"]["told"])
+        if told["bundle"] != BUNDLE:
+            raise CodecError(f"a bundle of layout {told['bundle']!r}; expected {BUNDLE}: use one version on both sides")
+        tensors: list[dict[str, Tensor]] = [{} for _ in told["records"]]
+        for name, tensor in load(data).items():
+            place, _, part = name.partition(".")
+            tensors[int(place)][part] = tensor
+        records = [
+            PackedRecord(told=dict(each), tensors=parts) for each, parts in zip(told["records"], tensors, strict=True)
+        ]
+        return told, records
+    except (SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError, RecursionError) as error:
+        raise CodecError(f"not a bundle of records: {error}") from error
