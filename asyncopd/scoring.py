@@ -9,6 +9,7 @@ from asyncopd.objectives import valid_positions
 from asyncopd.queue.ledger import Lease, LeasedSample
 from asyncopd.queue.payloads import read_rollout, write_record
 from asyncopd.stage import Stage
+from teacher_cache.codec import PRECISIONS
 from teacher_cache.errors import ScoringError
 from teacher_cache.record import Origin, TeacherRecord
 from teacher_cache.scorer import Scorer, ScoreRequest
@@ -32,6 +33,12 @@ class TeacherConfig:
     """Answers leased at a time."""
     threads: int = 0
     """CPU threads; 0 shares the cores with the other stages."""
+    cache: Path | None = None
+    """Folder of the score cache, which several runs may share; empty: nothing is remembered."""
+    cache_gb: float = 50.0
+    """Size cap of the cache in GB; the least recently used scores go first. 0: no cap."""
+    cache_precision: str = "fp32"
+    """Stored scores: ``fp32`` (a hit is bit for bit what was scored), ``fp16`` or ``bf16`` (half the bytes)."""
     devices: str = ""
     """GPUs as physical ids, for example "7"; empty: the first one, or the CPU."""
 
@@ -40,6 +47,17 @@ class TeacherConfig:
             raise ConfigError(f"teacher.scorer is {self.scorer!r}; expected one of {list(SCORERS)}")
         if self.dtype not in ("bf16", "fp32"):
             raise ConfigError(f"teacher.dtype is {self.dtype!r}; expected bf16 or fp32")
+        if self.cache is not None and self.scorer == "scripted":
+            raise ConfigError(
+                "teacher.cache is set and teacher.scorer is scripted, whose scores depend on the sample's name and not "
+                "on its tokens: leave the cache out"
+            )
+        if self.cache_gb < 0:
+            raise ConfigError(f"teacher.cache_gb is {self.cache_gb}; expected a size in GB, or 0 for no cap")
+        if self.cache_precision not in PRECISIONS:
+            raise ConfigError(
+                f"teacher.cache_precision is {self.cache_precision!r}; expected one of {list(PRECISIONS)}"
+            )
         if self.batch_tokens < 1 or self.samples < 1:
             raise ConfigError(
                 f"teacher.batch_tokens is {self.batch_tokens}, teacher.samples {self.samples}; expected at least 1"

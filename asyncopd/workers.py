@@ -17,11 +17,7 @@ from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
 from asyncopd.supervisor import WorkerSpec
-from teacher_cache.scorer import Scorer
-from teacher_cache.scripted_scorer import ScriptedScorer
-from teacher_cache.transformers_scorer import TransformersScorer
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from asyncopd.teachers import DTYPES, build_scorer, device
 
 
 def worker_specs(config: RunConfig) -> list[WorkerSpec]:
@@ -70,7 +66,7 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     draw = objective.draws.get("teacher")
     return ScoringWorker(
         stage=stage,
-        scorer=SCORERS[config.teacher.scorer](config, folder.token_ids()),
+        scorer=build_scorer(config, folder.token_ids()),
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
@@ -83,11 +79,6 @@ def _student_design(config: RunConfig) -> str | None:
     return None if design is None else design.spec
 
 
-def _device() -> torch.device:
-    """The first GPU that the process sees, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
     return TransformersEngine(
         config.student,
@@ -98,7 +89,7 @@ def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
         design=_student_design(config),
         temperature=config.objective.temperature,
         dtype=DTYPES[config.rollout.dtype],
-        device=_device(),
+        device=device(),
     )
 
 
@@ -113,26 +104,7 @@ def _scripted_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
     )
 
 
-def _scripted_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
-    return ScriptedScorer(vocabulary=ids.vocabulary, temperature=config.objective.temperature)
-
-
-def _transformers_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
-    return TransformersScorer(
-        config.teacher.model,
-        vocabulary=ids.vocabulary,
-        temperature=config.objective.temperature,
-        batch_tokens=config.teacher.batch_tokens,
-        dtype=DTYPES[config.teacher.dtype],
-        device=_device(),
-    )
-
-
 ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
     "scripted": _scripted_engine,
     "transformers": _transformers_engine,
-}
-SCORERS: dict[str, Callable[[RunConfig, TokenIds], Scorer]] = {
-    "scripted": _scripted_scorer,
-    "transformers": _transformers_scorer,
 }
