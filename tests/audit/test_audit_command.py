@@ -38,6 +38,7 @@ def test_a_registered_combination_passes(subject: Subject) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_registered_combination_passes() -> None:
     report = run_audit(EVERY)
     assert [row for row in report.rows if not row.passed] == []
