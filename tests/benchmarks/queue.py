@@ -131,7 +131,7 @@ def fill(ledger: Ledger, rows: int) -> None:
 
 
 def seconds_a_sample(rows: int, measured_steps: int, rounds: int) -> float:
-    """CPU time of the ledger calls alone, with ``rows`` rows of history, a reading of counts and staleness a step included."""
+    """CPU time of the ledger calls alone, with ``rows`` rows of history, counts and staleness read each step."""
     folder = Path(tempfile.mkdtemp(prefix="queue-growth-"))
     ref = PayloadRef(path="payloads/rollouts/0/0/some-0-0-0.safetensors", checksum="crc32:0", bytes=9)
     try:
