@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -47,12 +47,25 @@ class Audit:
     """Print the table as JSON."""
 
 
-_USAGE = """usage: asyncopd {launch,train,status,report,audit} ...
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerView:
+    """Look into the sample queue of a run, also of one that is running."""
+
+    action: Annotated[Literal["show", "verify"], tyro.conf.Positional]
+    """show: counts, ages, leases, reasons for drops. verify: recount everything, read every payload; the exit status is
+    1 if something is wrong."""
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run folder, runs/<name>."""
+
+
+_USAGE = """usage: asyncopd {launch,train,status,report,ledger,replay,audit} ...
 
   launch [options] recipe.py [recipe options]   start a recipe; Ctrl-C stops it with a checkpoint
   train CONFIG                                  run a resolved configuration again
   status RUN                                    show a running or finished run
   report RUN                                    make report.html, trace.json and summary.json again
+  ledger {show,verify} RUN                      look into the sample queue of a run; check it in full
+  replay RUN [--objective.name ...]             train a recorded run again, offline, with another objective
   audit [LOSS] [--json]                         check losses by exact enumeration
 
 `asyncopd COMMAND --help` says more.
@@ -67,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": _train,
         "status": _status,
         "report": _report,
+        "ledger": _ledger,
+        "replay": _replay,
         "audit": _audit,
     }
     if not words or words[0] not in commands:
@@ -114,6 +129,31 @@ def _report(words: list[str]) -> int:
     write_chrome_trace(run)
     print(write_report(run))
     return 0
+
+
+def _ledger(words: list[str]) -> int:
+    from asyncopd.queue.describe import describe
+    from asyncopd.queue.ledger import Ledger
+    from asyncopd.run_folder import RunFolder
+
+    asked = tyro.cli(LedgerView, args=words, prog="asyncopd ledger")
+    with Ledger.open(RunFolder(asked.run).ledger_path) as ledger:
+        if asked.action == "show":
+            Console().out(describe(ledger), highlight=False)
+            return 0
+        found = ledger.verify()
+        if not found:
+            print(f"the ledger is sound: {ledger.counts().admitted} samples, every payload that is kept is whole")
+            return 0
+    more = f"\nand {len(found) - 1} more" if len(found) > 1 else ""
+    print(f"asyncopd: {found[0]}{more}", file=sys.stderr)
+    return 1
+
+
+def _replay(words: list[str]) -> int:
+    from asyncopd.replay import replay_main
+
+    return replay_main(words)
 
 
 def _audit(words: list[str]) -> int:

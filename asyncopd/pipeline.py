@@ -15,22 +15,17 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
 
-import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list, set_seed
-from transformers import AutoModelForCausalLM
+from accelerate.utils import broadcast_object_list
 
-from asyncopd.allocator import keep_freed_memory
 from asyncopd.config import RunConfig, flat, plain
 from asyncopd.errors import AsyncOPDError, CheckpointError, ConfigError
 from asyncopd.final_student import write_final_student
 from asyncopd.held_out import HeldOutEvaluation
 from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
-from asyncopd.learner.head import HeadShape
+from asyncopd.learner.load import load_learner, open_accelerator
 from asyncopd.learner.loop import LearnerLoop, Owner
-from asyncopd.learner.module import check_head
 from asyncopd.learner.step import DTYPES, Learner
 from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
@@ -49,7 +44,7 @@ from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import write_summary
 from asyncopd.tracking.trace import RUN, RUN_END, Tracer
 from asyncopd.tracking.trackers import RunTracking, open_tracking
-from asyncopd.workers import cores, worker_specs
+from asyncopd.workers import worker_specs
 
 LOG = logging.getLogger(__name__)
 
@@ -68,16 +63,7 @@ def run(
     Raises ConfigError and DataError before any model is loaded where that is possible, WorkerDiedError when a stage
     dies.
     """
-    torch.set_num_threads(config.threads(cores())[0])
-    keep_freed_memory()
-    # The state is global to the process; a notebook may have run with another precision before.
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision="bf16" if config.learner.dtype == "bf16" else "no",
-    )
-    set_seed(config.seed)
-    with _Run(accelerator, config, inputs or Inputs(), callbacks or Callbacks(), resume=resume) as opened:
+    with _Run(open_accelerator(config), config, inputs or Inputs(), callbacks or Callbacks(), resume=resume) as opened:
         return opened.go(resume_version)
 
 
@@ -114,7 +100,7 @@ class _Run:
         config, folder = self.config, self.folder
         checks = self._check()
         start = self._start_version(resume_version)
-        learner = self._load_learner(checks)
+        learner = load_learner(config, checks, self.accelerator)
         trackers = CheckpointStore(folder.path).load(start, self.accelerator) if start else {}
         name = "learner" if self.main else f"learner-{self.accelerator.process_index}"
         tracer = self.cleanup.enter_context(Tracer(folder.path, name))
@@ -200,26 +186,6 @@ class _Run:
             raise CheckpointError(f"no checkpoint of policy version {wanted} in {self.folder.path}; there are {whole}")
         return wanted
 
-    def _load_learner(self, checks: Preflight) -> Learner:
-        config = self.config
-        model = AutoModelForCausalLM.from_pretrained(config.student, dtype=torch.float32)
-        shape = HeadShape.of(
-            model.config,
-            vocabulary=checks.ids.vocabulary,
-            temperature=config.objective.temperature,
-            chunk_bytes=config.learner.head_chunk_mb * 2**20,
-        )
-        check_head(model, shape)
-        return Learner(
-            model,
-            checks.objective,
-            config.learner,
-            accelerator=self.accelerator,
-            steps=config.steps,
-            shape=shape,
-            pad_id=checks.ids.pad_id,
-        )
-
     def _open_tracking(self, start: int, ids: Mapping[str, str]) -> RunTracking:
         config = self.config
         RunFacts(
@@ -258,13 +224,21 @@ class _Run:
         if not folder.ledger_path.exists():
             save_prompts(folder.prompts_path, checks.prompts.prompts)
             folder.write_token_ids(checks.ids)
-            return Ledger.create(folder.ledger_path, ledger_plan(config, len(checks.prompts.prompts)))
+            return self._new_ledger(ledger_plan(config, len(checks.prompts.prompts)))
         ledger = Ledger.open(folder.ledger_path)
         weights.forget_after(start)
         checkpoints.forget_after(start)
         resumed = ledger.resume(start, min(weights.versions(), default=None))
         LOG.warning("resumed at policy version %d: %s", start, resumed)
         return ledger
+
+    def _new_ledger(self, plan: LedgerPlan) -> Ledger:
+        """An empty ledger, made beside and renamed, so that a run killed meanwhile has a whole one or none."""
+        building = self.folder.path / ".ledger.new"
+        for left_over in building.parent.glob(f"{building.name}*"):
+            left_over.unlink()
+        Ledger.create(building, plan).close()
+        return Ledger.open(building.replace(self.folder.ledger_path))
 
     def _owner(self, ledger: Ledger, tracking: RunTracking, tracer: Tracer) -> Owner:
         config, path = self.config, self.folder.path

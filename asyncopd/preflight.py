@@ -37,12 +37,12 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     ConfigError or DataError says what to mend. With a scripted teacher the student's own outline stands for it.
     """
     check_devices(worker_specs(config), learner_devices())
-    student = _outline(config.student, "student")
+    student = outline(config.student, "student")
     scripted = config.teacher.scorer == "scripted"
     teacher_path = config.student if scripted else config.teacher.model
-    teacher = student if scripted else _outline(teacher_path, "teacher")
+    teacher = student if scripted else outline(teacher_path, "teacher")
     tokenizer = AutoTokenizer.from_pretrained(config.student)
-    generation = _generation(config.student, student)
+    generation = generation_config(config.student, student)
     shared = check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(teacher_path), generation)
     require_head(student.get_text_config(decoder=True).vocab_size, shared, "student")
     require_head(teacher.get_text_config(decoder=True).vocab_size, shared, "teacher")
@@ -97,7 +97,7 @@ def save_inputs(folder: RunFolder, config: RunConfig, inputs: Inputs) -> RunConf
     return config
 
 
-def _outline(path: Path, whose: str) -> PretrainedConfig:
+def outline(path: Path, whose: str) -> PretrainedConfig:
     """The model's configuration; ConfigError if there is no checkpoint."""
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -111,7 +111,8 @@ def _context(model: PretrainedConfig) -> int:
     return model.get_text_config(decoder=True).max_position_embeddings
 
 
-def _generation(path: Path, model: PretrainedConfig) -> GenerationConfig:
+def generation_config(path: Path, model: PretrainedConfig) -> GenerationConfig:
+    """The generation configuration of a checkpoint, or what its model's configuration says."""
     if (path / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path)
     return GenerationConfig.from_model_config(model)

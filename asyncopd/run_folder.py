@@ -48,12 +48,19 @@ class RunFolder:
             try:
                 folder.mkdir(parents=True)
             except FileExistsError:
+                # Without a configuration it was killed before it began.
+                if not (folder / "config.yaml").exists() and not any(folder.glob("[!.]*")):
+                    return cls._begun(folder, config)
                 raise ConfigError(
                     f"run {config.name!r} exists in {config.runs_dir}; continue it with --resume, or take another name"
                 ) from None
         else:
             config = replace(config, name=_make_unnamed(config))
             folder = config.runs_dir / config.name
+        return cls._begun(folder, config)
+
+    @classmethod
+    def _begun(cls, folder: Path, config: RunConfig) -> tuple[Self, RunConfig]:
         made = cls(folder.resolve())
         made.write_config(config)
         return made, config
@@ -86,8 +93,10 @@ class RunFolder:
         return self.path / "final"
 
     def write_config(self, config: RunConfig) -> None:
-        """Write the resolved configuration."""
-        (self.path / "config.yaml").write_text(to_yaml(config))
+        """Write the resolved configuration, whole or not at all."""
+        partial = self.path / ".config.yaml.partial"
+        partial.write_text(to_yaml(config))
+        partial.replace(self.path / "config.yaml")
 
     def config(self) -> RunConfig:
         """The resolved configuration that the run was started with."""

@@ -158,7 +158,8 @@ class LearnerLoop:
         """One optimizer step and its commit; the new version."""
         began = time.monotonic()
         with self.tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
-            samples = self._read(_share(batch.samples, self.accelerator.process_index, self.accelerator.num_processes))
+            share = _share(batch.samples, self.accelerator.process_index, self.accelerator.num_processes)
+            samples = read_samples(self.run_dir, share)
             metrics = self.learner.step(samples, version)
             span.add(tokens=sum(len(s.rollout.response_ids_T) for s in samples))
         step_s = time.monotonic() - began
@@ -178,14 +179,16 @@ class LearnerLoop:
                 self.evaluate(version)
         return version
 
-    def _read(self, samples: Sequence[BatchSample]) -> list[ScoredRollout]:
-        return [
-            ScoredRollout(
-                rollout=read_rollout(self.run_dir, sample.rollout, sample.uid),
-                record=read_record(self.run_dir, sample.record, sample.uid),
-            )
-            for sample in samples
-        ]
+
+def read_samples(run_dir: Path, samples: Sequence[BatchSample]) -> list[ScoredRollout]:
+    """The payloads of some samples of a batch, in their order."""
+    return [
+        ScoredRollout(
+            rollout=read_rollout(run_dir, sample.rollout, sample.uid),
+            record=read_record(run_dir, sample.record, sample.uid),
+        )
+        for sample in samples
+    ]
 
 
 def _share(samples: Sequence[BatchSample], rank: int, ranks: int) -> list[BatchSample]:
@@ -201,15 +204,19 @@ def _share(samples: Sequence[BatchSample], rank: int, ranks: int) -> list[BatchS
 
 def _values(metrics: Mapping[str, float], batch: Batch, version: int, ledger: Ledger) -> dict[str, float]:
     """The step's metrics under the names of ``tracking.keys``; ``version`` is the one the batch was trained at."""
-    values = dict(metrics)
-    ages = [version - sample.oldest_version for sample in batch.samples]
-    values[keys.STALENESS_MEAN] = sum(ages) / len(ages)
-    values[keys.STALENESS_MAX] = max(ages)
+    values = {**metrics, **batch_ages(batch, version)}
     now = ledger.staleness()
-    for place, pairs in (("training", Counter(ages).items()), ("in_flight", now.in_flight), ("in_queue", now.in_queue)):
+    for place, pairs in (("in_flight", now.in_flight), ("in_queue", now.in_queue)):
         values |= {keys.staleness_key(place, age): float(count) for age, count in pairs}
     counts = ledger.counts()
     live = (counts.pending, counts.rolling, counts.rolled, counts.scoring, counts.scored, counts.leased)
     values |= {f"{keys.QUEUE}/{state}": float(n) for state, n in zip(keys.LIVE_STATES, live, strict=True)}
     values["length_bias"] = now.length_bias
     return values
+
+
+def batch_ages(batch: Batch, version: int) -> dict[str, float]:
+    """Staleness of the samples of a batch that is trained at ``version``, under the names of ``tracking.keys``."""
+    ages = [version - sample.oldest_version for sample in batch.samples]
+    values = {keys.staleness_key("training", age): float(count) for age, count in Counter(ages).items()}
+    return {**values, keys.STALENESS_MEAN: sum(ages) / len(ages), keys.STALENESS_MAX: max(ages)}

@@ -1,0 +1,50 @@
+"""From a configuration to a learner on this process's device: the same for a run and for a replay."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM
+
+from asyncopd.allocator import keep_freed_memory
+from asyncopd.config import RunConfig
+from asyncopd.learner.head import HeadShape
+from asyncopd.learner.module import check_head
+from asyncopd.learner.step import Learner
+from asyncopd.preflight import Preflight
+from asyncopd.workers import cores
+
+
+def open_accelerator(config: RunConfig) -> Accelerator:
+    """This rank's accelerator; threads, allocator and seeds of the process are set for the learner."""
+    torch.set_num_threads(config.threads(cores())[0])
+    keep_freed_memory()
+    # The state is global to the process; a notebook may have run with another precision before.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if config.learner.dtype == "bf16" else "no",
+    )
+    set_seed(config.seed)
+    return accelerator
+
+
+def load_learner(config: RunConfig, checks: Preflight, accelerator: Accelerator) -> Learner:
+    """The student as the configuration names it, with optimizer and schedule, before the first step."""
+    model = AutoModelForCausalLM.from_pretrained(config.student, dtype=torch.float32)
+    shape = HeadShape.of(
+        model.config,
+        vocabulary=checks.ids.vocabulary,
+        temperature=config.objective.temperature,
+        chunk_bytes=config.learner.head_chunk_mb * 2**20,
+    )
+    check_head(model, shape)
+    return Learner(
+        model,
+        checks.objective,
+        config.learner,
+        accelerator=accelerator,
+        steps=config.steps,
+        shape=shape,
+        pad_id=checks.ids.pad_id,
+    )

@@ -1,0 +1,207 @@
+"""Training again, offline, from what a recorded run has kept: no rollout, no teacher, the same batches in their order.
+
+    runs/x, recorded with queue.record=true ──payloads──> learner with another objective ──> runs/x-replay-...
+
+A replay starts from the student that the run started from. With the run's own objective it repeats the run's steps bit
+for bit wherever the learner is deterministic; with another one it answers what that objective would have made of the
+same answers. The answers are those of the *recorded* student, so a replay drifts off-policy as its student changes.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from asyncopd.config import RunConfig, plain
+from asyncopd.errors import ConfigError
+from asyncopd.final_student import write_final_student
+from asyncopd.interface import RunResult
+from asyncopd.learner.load import load_learner, open_accelerator
+from asyncopd.learner.loop import batch_ages, read_samples
+from asyncopd.learner.step import Learner
+from asyncopd.objectives import ObjectiveConfig, build_objective
+from asyncopd.preflight import Preflight, generation_config, outline
+from asyncopd.prompts import PromptSet, read_prompts
+from asyncopd.queue.ledger import Ledger
+from asyncopd.run_folder import RunFolder, TokenIds
+from asyncopd.tracking.chrome_trace import write_chrome_trace
+from asyncopd.tracking.report import write_report
+from asyncopd.tracking.run_facts import RunFacts
+from asyncopd.tracking.summary import write_summary
+from asyncopd.tracking.trace import RUN, RUN_END, Tracer
+from asyncopd.tracking.trackers import RunTracking, open_tracking
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A run that can be replayed.
+
+    steps       policy versions whose batches are kept, from 1 on
+    """
+
+    folder: RunFolder
+    config: RunConfig
+    ids: TokenIds
+    steps: int
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Recorded":
+        """Look at a run folder; ConfigError if it was not recorded, or has trained nothing."""
+        folder = RunFolder(run_dir.resolve())
+        if not folder.ledger_path.is_file():
+            raise ConfigError(f"{run_dir} holds no ledger.sqlite; give the folder of a run, such as runs/<name>")
+        config = folder.config()
+        with Ledger.open(folder.ledger_path) as ledger:
+            steps = ledger.policy_version
+        if not config.queue.record:
+            raise ConfigError(
+                f"run {config.name!r} kept no payloads; only a run started with --queue.record True can be replayed"
+            )
+        if steps < 1:
+            raise ConfigError(f"run {config.name!r} has trained no step yet; let it train first")
+        return cls(folder=folder, config=config, ids=folder.token_ids(), steps=steps)
+
+
+def replay(run_dir: Path, objective: ObjectiveConfig, *, name: str = "") -> RunResult:
+    """Train a recorded run again with ``objective``, into a new run folder beside it.
+
+    name        of the new run folder; empty takes one from the run's name and the time
+
+    ConfigError before anything is written if the objective needs candidates that the run did not record.
+    """
+    recorded = Recorded.read(run_dir)
+    config = replace(
+        recorded.config,
+        name=name,
+        recipe=f"{recorded.config.name}-replay",
+        runs_dir=recorded.folder.path.parent,
+        objective=objective,
+    )
+    require_recorded(recorded.config, objective)
+    checks = _checks(recorded, config)
+    folder, config = RunFolder.create(config)
+    with folder.lock(), Tracer(folder.path, "learner") as tracer:
+        folder.write_token_ids(recorded.ids)
+        tracking = _open_tracking(folder, config, recorded)
+        learner = load_learner(config, checks, open_accelerator(config))
+        LOG.info("replaying %d steps of %s into %s", recorded.steps, recorded.folder.path, folder.path)
+        tracer.instant(RUN)
+        _train(recorded, learner, tracking, tracer)
+        tracer.instant(RUN_END)
+        summary = write_summary(folder.path)
+        write_final_student(folder.final_path, learner.student, checks, config, summary)
+        tracking.finish(summary.as_dict())
+    write_chrome_trace(folder.path)
+    write_report(folder.path)
+    return RunResult(
+        path=folder.path, policy_version=recorded.steps, stopped=False, summary=summary, final=folder.final_path
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """Train a recorded run (queue.record true) again from its payloads: no rollout, no teacher, the same batches."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run folder, runs/<name>."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is not given is as in the recorded run."""
+    name: str = ""
+    """Name of the new run folder, beside the recorded one; empty takes one from the run's name and the time."""
+
+
+def replay_main(argv: Sequence[str]) -> int:
+    """The command line of a replay; the exit status."""
+    if argv and not argv[0].startswith("-"):
+        # What is not given is as in the run, so the run must be read before the rest of the command line.
+        run = Path(argv[0])
+        asked = tyro.cli(
+            Replay,
+            args=argv,
+            default=Replay(run=run, objective=Recorded.read(run).config.objective),
+            prog="asyncopd replay",
+        )
+    else:
+        asked = tyro.cli(Replay, args=argv, prog="asyncopd replay")
+    result = replay(asked.run, asked.objective, name=asked.name)
+    Console().print(f"replayed {result.policy_version} steps into {result.path}", markup=False, highlight=False)
+    return 0
+
+
+def require_recorded(recorded: RunConfig, objective: ObjectiveConfig) -> None:
+    """ConfigError naming what is recorded, unless the objective reads that and no more."""
+    kept = {origin: design.spec for origin, design in build_objective(recorded.objective).draws.items()}
+    present = " and ".join(f"{origin}-drawn {design}" for origin, design in sorted(kept.items())) or "no candidates"
+    for origin, design in sorted(build_objective(objective).draws.items()):
+        if origin not in kept:
+            raise ConfigError(
+                f"{objective.name} reads {origin}-drawn candidates; run {recorded.name!r} recorded {present}: "
+                "choose an objective that reads those, or set objective.origin"
+            )
+        if design.spec != kept[origin]:
+            raise ConfigError(
+                f"objective.design is {design.spec}; run {recorded.name!r} recorded {present}: give --objective.design "
+                f'"{kept[origin]}"'
+            )
+    at = recorded.objective.temperature
+    if objective.temperature != at:
+        raise ConfigError(
+            f"objective.temperature is {objective.temperature}; the teacher's scores of run {recorded.name!r} are "
+            f"recorded at {at}: give --objective.temperature {at}"
+        )
+
+
+def _checks(recorded: Recorded, config: RunConfig) -> Preflight:
+    """What a run's preflight finds out, from what the recorded run has written down."""
+    sampling = config.rollout.sampling
+    config.objective.validate_with_sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        vocabulary=recorded.ids.vocabulary,
+    )
+    return Preflight(
+        tokenizer=AutoTokenizer.from_pretrained(config.student),
+        generation=generation_config(config.student, outline(config.student, "student")),
+        ids=recorded.ids,
+        objective=build_objective(config.objective),
+        prompts=PromptSet(prompts=read_prompts(recorded.folder.prompts_path), held_out=(), skipped=()),
+    )
+
+
+def _open_tracking(folder: RunFolder, config: RunConfig, recorded: Recorded) -> RunTracking:
+    description: Mapping[str, str] = {
+        "replay of": recorded.config.name,
+        "teacher": str(config.teacher.model),
+        "student": str(config.student),
+        "objective": config.objective.name,
+        "design": config.objective.design,
+    }
+    RunFacts(
+        name=config.name,
+        mode=config.mode,
+        steps=recorded.steps,
+        batch_size=config.queue.batch_size,
+        max_staleness=config.max_staleness,
+        description=description,
+    ).write(folder.path)
+    return open_tracking(folder.path, config.name, config.tracking, plain(config))
+
+
+def _train(recorded: Recorded, learner: Learner, tracking: RunTracking, tracer: Tracer) -> None:
+    with Ledger.open(recorded.folder.ledger_path) as ledger:
+        for version in range(recorded.steps):
+            batch = ledger.trained_batch(version + 1)
+            with tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
+                samples = read_samples(recorded.folder.path, batch.samples)
+                metrics = learner.step(samples, version)
+                span.add(tokens=sum(len(sample.rollout.response_ids_T) for sample in samples))
+            tracking.log(version + 1, {**metrics, **batch_ages(batch, version)})

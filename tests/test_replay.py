@@ -1,0 +1,97 @@
+"""A recorded run, trained again from its payloads."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncopd import cli, pipeline
+from asyncopd.errors import ConfigError
+from asyncopd.objectives import ObjectiveConfig
+from asyncopd.pipeline import run
+from asyncopd.replay import replay
+from asyncopd.tracking.metrics import read_metrics
+from tests.conftest import make_tiny_llama, save_checkpoint
+from tests.tiny_run import ThreadedWorkers, final_weights, tiny_config
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sync run that kept its payloads; its teacher is gone."""
+    folder = tmp_path_factory.mktemp("recorded")
+    teacher = save_checkpoint(make_tiny_llama(0), folder / "teacher")
+    student = save_checkpoint(make_tiny_llama(1, layers=2), folder / "student")
+    config = tiny_config(folder, teacher, student)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "Supervisor", ThreadedWorkers)
+        path = run(replace(config, queue=replace(config.queue, record=True))).path
+    shutil.rmtree(teacher)
+    return path
+
+
+def losses(path: Path) -> list[float]:
+    return [row.values["loss"] for row in read_metrics(path) if "loss" in row.values]
+
+
+def test_a_replay_with_the_runs_own_objective_repeats_its_losses_and_weights_bit_for_bit(recorded: Path) -> None:
+    again = replay(recorded, ObjectiveConfig(name="reverse_kl", design="systematic(8)"))
+    assert losses(again.path) == losses(recorded)
+    assert len(losses(again.path)) == 6
+    first, second = final_weights(recorded), final_weights(again.path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert again.path.parent == recorded.parent
+    assert again.summary is not None
+    assert again.summary.steps == 6
+
+
+def test_asyncopd_replay_trains_the_same_answers_with_another_objective(recorded: Path) -> None:
+    assert (
+        cli.main(
+            ["replay", str(recorded), "--name", "other", "--objective.name", "jsd", "--objective.origin", "student"]
+        )
+        == 0
+    )
+    other = recorded.parent / "other"
+    tokens = [
+        [row.values["tokens"] for row in read_metrics(path) if "loss" in row.values] for path in (other, recorded)
+    ]
+    assert tokens[0] == tokens[1]
+    assert losses(other) != losses(recorded)
+    for name in ("summary.json", "report.html", "final/model.safetensors", "final/README.md"):
+        assert (other / name).stat().st_size > 0
+
+
+def test_a_policy_gradient_replays_from_any_recording(recorded: Path) -> None:
+    assert len(losses(replay(recorded, ObjectiveConfig(name="pg_cached"), name="pg").path)) == 6
+
+
+@pytest.mark.parametrize(
+    ("objective", "remedy"),
+    [
+        (ObjectiveConfig(name="forward_kl", design="systematic(8)"), "reads teacher-drawn .* recorded student-drawn"),
+        (ObjectiveConfig(name="reverse_kl", design="systematic(4)"), r'--objective.design "systematic\(8\)"'),
+        (
+            ObjectiveConfig(name="reverse_kl", design="systematic(8)", temperature=2.0),
+            "--objective.temperature 1.0",
+        ),
+    ],
+)
+def test_an_objective_that_needs_what_was_not_recorded_is_refused_before_anything_is_written(
+    recorded: Path, objective: ObjectiveConfig, remedy: str
+) -> None:
+    before = sorted(recorded.parent.iterdir())
+    with pytest.raises(ConfigError, match=remedy):
+        replay(recorded, objective)
+    assert sorted(recorded.parent.iterdir()) == before
+
+
+def test_a_run_that_was_not_recorded_cannot_be_replayed(recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded, tmp_path / "bare")
+    config = (tmp_path / "bare" / "config.yaml").read_text()
+    (tmp_path / "bare" / "config.yaml").write_text(config.replace("record: true", "record: false"))
+    with pytest.raises(ConfigError, match="--queue.record True"):
+        replay(tmp_path / "bare", ObjectiveConfig())
+    with pytest.raises(ConfigError, match="holds no ledger"):
+        replay(tmp_path, ObjectiveConfig())
