@@ -4,9 +4,9 @@
     python -m tests.benchmarks.estimators --figure docs/figures/estimators.png
 
 The teacher is a real checkpoint; the student is the same model with noise on every matrix (5% of its standard deviation
-is "near", 25% is "far"). Positions come from text that the student samples. A stale proposal is the student with
-Gaussian noise of 0.3 on its logits. What is measured is the relative mean squared error of the logit gradient,
-``sum_t E|g_t - dense_t|^2 / sum_t |dense_t|^2``, with the library's own designs and losses.
+is "near", 25% is "far"). Positions come from text that the student samples (``--writer teacher``: the teacher does). A
+stale proposal is the student with Gaussian noise of 0.3 on its logits. What is measured, with the library's own designs
+and losses, is the relative mean squared error of the logit gradient, ``sum_t E|g_t - dense_t|^2 / sum_t |dense_t|^2``.
 
 Shape suffixes: T positions, C candidates, V vocabulary, N bootstrap resamples.
 """
@@ -106,8 +106,8 @@ class Pair:
         return p_TV * (apart_TV - (p_TV * apart_TV).sum(-1, keepdim=True))
 
 
-def load_pair(teacher: PreTrainedModel, prompts: list[Tensor], name: str, seed: int) -> Pair:
-    """A perturbed student, text that it samples, and both models' logits on it."""
+def load_pair(teacher: PreTrainedModel, prompts: list[Tensor], name: str, writer: str, seed: int) -> Pair:
+    """A perturbed student, text that it or the teacher samples, and both models' logits on it."""
     generator = torch.Generator().manual_seed(seed)
     student = copy.deepcopy(teacher)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def load_pair(teacher: PreTrainedModel, prompts: list[Tensor], name: str, seed: 
     torch.manual_seed(seed)
     for prompt in prompts:
         with torch.inference_mode():
-            text = student.generate(
+            text = (student if writer == "student" else teacher).generate(
                 prompt, max_new_tokens=TOKENS_EACH, min_new_tokens=TOKENS_EACH, do_sample=True, top_k=0, pad_token_id=0
             )
             rows = slice(prompt.shape[1] - 1, -1)
@@ -259,7 +259,7 @@ def bootstrap(error_T: Tensor, norm_T: Tensor, seed: int) -> tuple[float, tuple[
     return float(error_T.sum() / norm_T.sum()), (low, high)
 
 
-def run(model: Path, repeats: int, seed: int) -> list[Row]:
+def run(model: Path, pairs: list[str], writer: str, repeats: int, seed: int) -> list[Row]:
     """Load the teacher, make the pairs, measure."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -270,9 +270,9 @@ def run(model: Path, repeats: int, seed: int) -> list[Row]:
         for text in PROMPTS
     ]
     rows = []
-    for name in PAIRS:
+    for name in pairs:
         started = time.monotonic()
-        pair = load_pair(teacher, prompts, name, seed)
+        pair = load_pair(teacher, prompts, name, writer, seed)
         sys.stderr.write(f"{name}: {len(pair.sequence_T)} positions in {time.monotonic() - started:.0f} s\n")
         rows += list(measure(pair, repeats, seed))
         sys.stderr.write(f"{name}: measured after {time.monotonic() - started:.0f} s\n")
@@ -282,7 +282,7 @@ def run(model: Path, repeats: int, seed: int) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Markdown: one line an estimator, one column a budget."""
     lines = []
-    for pair in PAIRS:
+    for pair in dict.fromkeys(row.pair for row in rows):
         for stale in (False, True):
             title = f"{pair}, {'stale' if stale else 'fresh'}"
             lines += [f"| {title} | " + " | ".join(map(str, BUDGETS)) + " |", "| --- " * (len(BUDGETS) + 1) + "|"]
@@ -308,6 +308,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m-instruct"), help="teacher checkpoint")
     parser.add_argument("--repeats", type=int, default=4, help="draws a position (a quarter of it for gumbel)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
+    parser.add_argument("--writer", choices=["student", "teacher"], default="student", help="who samples the text")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of tables")
     parser.add_argument("--figure", type=Path, help="write the figure here")
     parser.add_argument("--rows", type=Path, help="draw or show rows that --json wrote before, instead of measuring")
@@ -315,7 +317,7 @@ def main() -> None:
     if arguments.rows is not None:
         rows = [Row(**row) for row in json.loads(arguments.rows.read_text())["rows"]]
     else:
-        rows = run(arguments.model, arguments.repeats, arguments.seed)
+        rows = run(arguments.model, arguments.pairs, arguments.writer, arguments.repeats, arguments.seed)
     if arguments.figure is not None:
         from tests.benchmarks.estimators_figure import draw_figure
 

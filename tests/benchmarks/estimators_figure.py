@@ -19,7 +19,7 @@ LINES = {"none": "-", "mean": ":", "hajek": "--"}
 
 def draw_figure(rows: list[dict[str, Any]], path: Path) -> None:
     """Reverse and forward KL, fresh proposals, near and far from the teacher; log-log; biased designs are thin."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharex=True)
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharex=True)
     for across, pair in enumerate(("near", "far")):
         for down, direction in enumerate(("reverse", "forward")):
             axis = axes[down][across]
@@ -46,11 +46,13 @@ def draw_figure(rows: list[dict[str, Any]], path: Path) -> None:
             axis.set_yscale("log")
             axis.set_title(f"{direction} KL, {pair} the teacher" if pair == "near" else f"{direction} KL, far from it")
             axis.grid(True, which="major", alpha=0.3)
-            axis.legend(fontsize=7)
+            sizes = sorted({r["bytes_per_token"] for r in chosen})
+            axis.set_xticks(sizes, [str(size) for size in sizes])
     for axis in axes[1]:
         axis.set_xlabel("bytes cached a token")
     for row in axes:
         row[0].set_ylabel("relative squared error of the gradient")
+        row[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
