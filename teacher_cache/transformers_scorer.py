@@ -28,6 +28,8 @@ class TransformersScorer:
     temperature    of every returned logprob; logits are scaled and soft-capped first, then divided by it
     batch_tokens   padded tokens that go through the body at once; a longer sequence goes alone
     teacher        name written into the records
+    device_map     spreads a model that is given as a directory over devices, ``auto`` for example; else ``device``
+    compiled       puts the body through torch.compile
 
     Logprobs are normalised over the vocabulary in float32, whatever the dtype of the model.
     """
@@ -42,11 +44,17 @@ class TransformersScorer:
         teacher: str = "default",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        device_map: str | None = None,
+        compiled: bool = False,
     ) -> None:
         if not temperature > 0:
             raise ScoringError(f"temperature is {temperature}; expected above 0, the objective's temperature")
         if isinstance(model, (str, Path)):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+            # A checkpoint that was saved quantised says so in its config and is loaded as such.
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device_map)
+            model = loaded if device_map is not None else loaded.to(device)
+        if compiled:
+            model.get_decoder().compile(dynamic=True)
         self._head = CausalHead(model.eval(), vocabulary)
         self._temperature = temperature
         self._batch_tokens = batch_tokens
