@@ -200,3 +200,7 @@ def _existing(path: Path) -> RecordStore:
     if not (path / "shards").is_dir():
         raise TeacherCacheError(f"{str(path)!r} holds no store (no folder shards); give the folder of one")
     return RecordStore(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -111,7 +111,8 @@ class TeacherService:
 
     def serve(self) -> None:
         """Listen until SIGTERM or Ctrl-C, then finish what was accepted."""
-        uvicorn.Server(uvicorn.Config(self.app, host=self._config.host, port=self._config.port, log_level="info")).run()
+        config = uvicorn.Config(self.app, host=self._config.host, port=self._config.port, access_log=False)
+        uvicorn.Server(config).run()
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
