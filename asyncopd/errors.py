@@ -37,6 +37,10 @@ class WorkerDiedError(AsyncOPDError):
         self.detail = detail
 
 
+class StorageError(AsyncOPDError):
+    """The run folder cannot be written: the disk is full, or read-only."""
+
+
 class DeadlineError(AsyncOPDError):
     """A wait passed its deadline."""
 

@@ -35,6 +35,7 @@ from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
 from asyncopd.run_folder import RunFolder
 from asyncopd.stop import StopRequest
+from asyncopd.storage import blaming_storage
 from asyncopd.supervisor import Supervisor
 from asyncopd.tracking.chrome_trace import write_chrome_trace
 from asyncopd.tracking.live import LiveView
@@ -61,9 +62,13 @@ def run(
 
     With ``resume`` the run in the folder goes on from its newest checkpoint, or from ``resume_version``.
     Raises ConfigError and DataError before any model is loaded where that is possible, WorkerDiedError when a stage
-    dies.
+    is lost for good, StorageError when the run folder cannot be written.
     """
-    with _Run(open_accelerator(config), config, inputs or Inputs(), callbacks or Callbacks(), resume=resume) as opened:
+    asked = (config, inputs or Inputs(), callbacks or Callbacks())
+    with (
+        blaming_storage(config.runs_dir / config.name),
+        _Run(open_accelerator(config), *asked, resume=resume) as opened,
+    ):
         return opened.go(resume_version)
 
 
