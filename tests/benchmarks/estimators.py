@@ -4,7 +4,7 @@
     python -m tests.benchmarks.estimators --figure docs/figures/estimators.png
 
 The teacher is a real checkpoint; the student is the same model with noise on every matrix (5% of its standard deviation
-is "near", 25% is "far"). Positions come from text that the student samples (``--writer teacher``: the teacher does). A
+is "near", 25% is "far"). Positions come from text that the teacher samples (``--writer student``: the student does). A
 stale proposal is the student with Gaussian noise of 0.3 on its logits. What is measured, with the library's own designs
 and losses, is the relative mean squared error of the logit gradient, ``sum_t E|g_t - dense_t|^2 / sum_t |dense_t|^2``.
 
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="draws a position (a quarter of it for gumbel)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
-    parser.add_argument("--writer", choices=["student", "teacher"], default="student", help="who samples the text")
+    parser.add_argument("--writer", choices=["student", "teacher"], default="teacher", help="who samples the text")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of tables")
     parser.add_argument("--figure", type=Path, help="write the figure here")
     parser.add_argument("--rows", type=Path, help="draw or show rows that --json wrote before, instead of measuring")
