@@ -205,18 +205,24 @@ def _share(samples: Sequence[BatchSample], rank: int, ranks: int) -> list[BatchS
 def _values(metrics: Mapping[str, float], batch: Batch, version: int, ledger: Ledger) -> dict[str, float]:
     """The step's metrics under the names of ``tracking.keys``; ``version`` is the one the batch was trained at."""
     values = {**metrics, **batch_ages(batch, version)}
-    now = ledger.staleness()
-    for place, pairs in (("in_flight", now.in_flight), ("in_queue", now.in_queue)):
-        values |= {keys.staleness_key(place, age): float(count) for age, count in pairs}
     counts = ledger.counts()
     live = (counts.pending, counts.rolling, counts.rolled, counts.scoring, counts.scored, counts.leased)
     values |= {f"{keys.QUEUE}/{state}": float(n) for state, n in zip(keys.LIVE_STATES, live, strict=True)}
-    values["length_bias"] = now.length_bias
+    values["length_bias"] = ledger.staleness().length_bias
     return values
 
 
 def batch_ages(batch: Batch, version: int) -> dict[str, float]:
     """Staleness of the samples of a batch that is trained at ``version``, under the names of ``tracking.keys``."""
     ages = [version - sample.oldest_version for sample in batch.samples]
-    values = {keys.staleness_key("training", age): float(count) for age, count in Counter(ages).items()}
+    aged = {
+        "in_flight": [sample.rolled_at - sample.oldest_version for sample in batch.samples],
+        "in_queue": [version - sample.rolled_at for sample in batch.samples],
+        "training": ages,
+    }
+    values = {
+        keys.staleness_key(place, age): float(count)
+        for place, places_ages in aged.items()
+        for age, count in Counter(places_ages).items()
+    }
     return {**values, keys.STALENESS_MEAN: sum(ages) / len(ages), keys.STALENESS_MAX: max(ages)}

@@ -162,7 +162,7 @@ def _leased_batch(connection: sqlite3.Connection, plan: LedgerPlan) -> Batch:
 
 def _batch(connection: sqlite3.Connection, plan: LedgerPlan, where: str, values: tuple[int, ...]) -> Batch:
     found = connection.execute(
-        "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rollout_path,"
+        "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rolled_at, rollout_path,"
         " rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes"
         f" FROM samples WHERE {where} ORDER BY ordinal",
         values,
@@ -175,10 +175,11 @@ def _batch(connection: sqlite3.Connection, plan: LedgerPlan, where: str, values:
             tokens=tokens,
             valid_tokens=valid,
             oldest_version=oldest,
+            rolled_at=rolled_at,
             rollout=PayloadRef(path=rollout[0], checksum=rollout[1], bytes=rollout[2]),
             record=PayloadRef(path=rollout[3], checksum=rollout[4], bytes=rollout[5]),
         )
-        for ordinal, slot, attempt, index, tokens, valid, oldest, *rollout in found
+        for ordinal, slot, attempt, index, tokens, valid, oldest, rolled_at, *rollout in found
     ]
     return Batch(samples=tuple(samples))
 

@@ -22,7 +22,7 @@ _LEASED_COLUMNS = (
 
 CLEAR_ROLLOUT = (
     "rollout_path = NULL, rollout_checksum = NULL, rollout_bytes = NULL, rolled_by = NULL, rolled_s = NULL,"
-    " tokens = NULL, oldest_version = NULL, newest_version = NULL, finish = NULL"
+    " tokens = NULL, oldest_version = NULL, newest_version = NULL, rolled_at = NULL, finish = NULL"
 )
 CLEAR_RECORD = (
     "record_path = NULL, record_checksum = NULL, record_bytes = NULL, scored_by = NULL, scored_s = NULL,"
@@ -84,7 +84,8 @@ def put_rollout(
     _check_versions(uid, oldest_version, newest_version, floor, exact)
     connection.execute(
         "UPDATE samples SET state = 2, rolled_by = token, rollout_path = ?, rollout_checksum = ?, rollout_bytes = ?,"
-        " tokens = ?, oldest_version = ?, newest_version = ?, finish = ?, rolled_s = ? WHERE ordinal = ?",
+        " tokens = ?, oldest_version = ?, newest_version = ?, finish = ?, rolled_s = ?,"
+        " rolled_at = (SELECT policy_version FROM run) WHERE ordinal = ?",
         (payload.path, payload.checksum, payload.bytes, tokens, oldest_version, newest_version, finish)
         + (time.time(), ordinal),
     )

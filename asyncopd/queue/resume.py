@@ -60,6 +60,8 @@ def roll_back(
         " WHERE ordinal = ?",
         [(ordinal,) for ordinal in revived],
     )
+    # Policy versions beyond this one were of the lost timeline: nothing has aged there.
+    connection.execute("UPDATE samples SET rolled_at = ? WHERE state < 6 AND rolled_at > ?", (version, version))
     # Those that stay dropped do so from here on; the version of their drop is of the lost timeline.
     connection.execute(
         "UPDATE samples SET final_at = :version + 1 WHERE state = 7 AND final_at > :version + 1", {"version": version}

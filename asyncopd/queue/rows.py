@@ -76,7 +76,11 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSample:
-    """One sample of a batch; lengths in tokens, ``oldest_version`` of its oldest token."""
+    """One sample of a batch; lengths in tokens.
+
+    oldest_version  policy version of its oldest token
+    rolled_at       policy version when its answer was finished: it aged ``rolled_at - oldest_version`` in flight
+    """
 
     uid: str
     ordinal: int
@@ -84,6 +88,7 @@ class BatchSample:
     tokens: int
     valid_tokens: int
     oldest_version: int
+    rolled_at: int
     rollout: PayloadRef
     record: PayloadRef
 

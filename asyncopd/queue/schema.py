@@ -14,12 +14,13 @@ TABLES = (
     " policy_version INTEGER NOT NULL, next_slot INTEGER NOT NULL) STRICT",
     "CREATE TABLE published (version INTEGER PRIMARY KEY) STRICT",
     # final_at is the first policy version whose checkpoint covers the sample: the version that its step made if it was
-    # trained, one more than the policy version of the moment if it was dropped.
+    # trained, one more than the policy version of the moment if it was dropped. rolled_at is the policy version when
+    # its answer was put: what it aged before that it aged in flight, the rest in the queue.
     "CREATE TABLE samples (ordinal INTEGER PRIMARY KEY, slot INTEGER NOT NULL, attempt INTEGER NOT NULL,"
     " prompt_index INTEGER NOT NULL, state INTEGER NOT NULL, min_version INTEGER NOT NULL, exact_version INTEGER,"
     " token INTEGER, rolled_by INTEGER, scored_by INTEGER,"
     " rollout_path TEXT, rollout_checksum TEXT, rollout_bytes INTEGER, finish TEXT,"
-    " tokens INTEGER, oldest_version INTEGER, newest_version INTEGER,"
+    " tokens INTEGER, oldest_version INTEGER, newest_version INTEGER, rolled_at INTEGER,"
     " record_path TEXT, record_checksum TEXT, record_bytes INTEGER, valid_tokens INTEGER, disagreement REAL,"
     " final_at INTEGER, reason TEXT, detail TEXT, forgotten INTEGER NOT NULL DEFAULT 0,"
     " admitted_s REAL NOT NULL, rolled_s REAL, scored_s REAL, final_s REAL, UNIQUE (slot, attempt)) STRICT",

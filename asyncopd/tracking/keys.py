@@ -15,8 +15,8 @@ Per optimizer step, at the version that the step produced:
     tokens/staleness_0               rollout engine and learner agree. Absent when there are none
     <any>/staleness_<bucket>         the same metric over the tokens of one staleness, see `objectives.diagnostics`
     staleness/mean, staleness/max    of the samples trained in this step (a sample is as old as its oldest token)
-    staleness/<where>/<age>          number of samples of that age in optimizer steps; where: in_flight (being rolled
-                                     out), in_queue (rolled out, not yet trained), training (trained in this step)
+    staleness/<where>/<age>          number of the step's samples by their age in optimizer steps: what they aged
+                                     in_flight (first token to last), in_queue (from then on), and in all (training)
     queue/<STATE>                    samples in each live state of the ledger, after the step
     restarts                         workers started again so far, since the run was started or resumed
     length_bias                      mean length of the answers trained over that of all generated, minus 1
@@ -52,5 +52,5 @@ STAGES = ("rollout", "teacher", "learner")
 
 
 def staleness_key(place: str, age: int) -> str:
-    """Name of the number of samples of one age (optimizer steps) in one place: in_flight, in_queue or training."""
+    """Name of the number of samples that aged so many optimizer steps in one place: in_flight, in_queue or training."""
     return f"staleness/{place}/{age}"

@@ -160,8 +160,8 @@ def _sections(files: RunFiles) -> list[Section]:
         ),
         (
             "Staleness",
-            "Age of samples in optimizer steps: while they are rolled out, while they wait in the queue, and when they "
-            f"are trained. The line is the bound, {bound}.",
+            "Optimizer steps that the trained samples aged: in flight, from first token to last; then in the queue; "
+            f"and in all. The line is the bound, {bound}.",
             [staleness_figure(rows, bound)],
         ),
         (
