@@ -54,9 +54,9 @@ class HeldOutEvaluation:
         return sampling if longest is None else replace(sampling, max_new_tokens=longest)
 
     def _held_out(self, student: PreTrainedModel, version: int) -> HeldOut | None:
-        """The held-out figures; None without held-out prompts, or with a scripted teacher, which is no model."""
+        """The held-out figures; None without held-out prompts, or without the teacher's weights."""
         config = self._config
-        if not self._prompts or config.teacher.scorer == "scripted":
+        if not self._prompts or not config.teacher.weights_are_here:
             return None
         if self._teacher is None:
             self._teacher = AutoModelForCausalLM.from_pretrained(config.teacher.model, dtype=torch.float32)

@@ -11,7 +11,9 @@ from asyncopd.interface import Inputs
 from asyncopd.objectives import Objective, build_objective
 from asyncopd.prompts import PromptSet, load_prompts
 from asyncopd.run_folder import RunFolder, TokenIds
+from asyncopd.scoring import DEFAULT
 from asyncopd.supervisor import check_devices
+from asyncopd.teachers import shake_hands
 from asyncopd.tokenizers_match import check_tokenizers, require_head
 from asyncopd.workers import learner_devices, worker_specs
 
@@ -34,13 +36,13 @@ class Preflight:
 def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     """Check configuration, models' outlines, tokenizers, data and context lengths.
 
-    ConfigError or DataError says what to mend. With a scripted teacher the student's own outline stands for it.
+    ConfigError or DataError says what to mend. Where a teacher's weights are not here, the student's outline stands for
+    it; services say by handshake what they are.
     """
     check_devices(worker_specs(config), learner_devices())
     student = outline(config.student, "student")
-    scripted = config.teacher.scorer == "scripted"
-    teacher_path = config.student if scripted else config.teacher.model
-    teacher = student if scripted else outline(teacher_path, "teacher")
+    teacher_path = config.teacher.model if config.teacher.weights_are_here else config.student
+    teacher = outline(teacher_path, "teacher")
     tokenizer = AutoTokenizer.from_pretrained(config.student)
     generation = generation_config(config.student, student)
     shared = check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(teacher_path), generation)
@@ -54,13 +56,15 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         min_p=sampling.min_p,
         vocabulary=shared.size,
     )
-    context = min(_context(student), _context(teacher)) - sampling.max_new_tokens
+    contexts = [_context(student), _context(teacher), *_other_teachers(config, tokenizer)]
+    context = min(contexts) - sampling.max_new_tokens
     if context < 1:
         raise ConfigError(
-            f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; expected less than the shorter context of "
-            f"student ({_context(student)}) and teacher ({_context(teacher)}), so that a prompt fits before the answer"
+            f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; expected less than the shortest context of "
+            f"student and teachers ({contexts}), so that a prompt fits before the answer"
         )
     prompts = load_prompts(config.data, tokenizer, context, inputs.train, inputs.held_out)
+    _require_teachers(config, prompts)
     pad = tokenizer.pad_token_id
     ids = TokenIds(
         vocabulary=shared.size,
@@ -75,6 +79,29 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         objective=build_objective(config.objective),
         prompts=prompts,
     )
+
+
+def _other_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Context lengths of the services and of the named teachers, each checked against the student's tokenizer."""
+    contexts = []
+    for name, source in config.teacher.sources.items():
+        if isinstance(source, tuple):
+            contexts.append(shake_hands(config, source, name).max_context)
+        elif name != DEFAULT:
+            contexts.append(_context(outline(source, f"teacher {name!r}")))
+            check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(source))
+    return contexts
+
+
+def _require_teachers(config: RunConfig, prompts: PromptSet) -> None:
+    """ConfigError where a prompt names a teacher that there is not."""
+    known = config.teacher.sources
+    for prompt in prompts.prompts:
+        if prompt.teacher not in known:
+            raise ConfigError(
+                f"prompt {prompt.index} names the teacher {prompt.teacher!r}; there are {sorted(known)}: add it to "
+                f"teacher.named, as {prompt.teacher}=models/{prompt.teacher}"
+            )
 
 
 def save_inputs(folder: RunFolder, config: RunConfig, inputs: Inputs) -> RunConfig:

@@ -1,6 +1,7 @@
 """The teacher stage: leases finished answers, has them scored, hands the records to the queue."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
@@ -13,6 +14,9 @@ from teacher_cache.codec import PRECISIONS
 from teacher_cache.errors import ScoringError
 from teacher_cache.record import Origin, TeacherRecord
 from teacher_cache.scorer import Scorer, ScoreRequest
+
+DEFAULT = "default"
+"""Name of the teacher of every prompt that names none."""
 
 SCORERS = ("transformers", "scripted")
 
@@ -33,6 +37,14 @@ class TeacherConfig:
     """Answers leased at a time."""
     threads: int = 0
     """CPU threads; 0 shares the cores with the other stages."""
+    urls: tuple[str, ...] = ()
+    """Teacher services to ask instead of loading ``model`` here, such as http://127.0.0.1:8471; several are replicas of
+    one teacher. A token comes from TEACHER_CACHE_TOKEN. Held-out figures still need ``model``."""
+    named: tuple[str, ...] = ()
+    """Further teachers for the prompts that name one (data.teacher_column): ``math=models/math``, or
+    ``math=http://127.0.0.1:8472`` (replicas separated by commas)."""
+    deadline_s: float = 600.0
+    """Seconds without any answer of a service after which the run fails; shorter outages are waited out."""
     cache: Path | None = None
     """Folder of the score cache, which several runs may share; empty: nothing is remembered."""
     cache_gb: float = 50.0
@@ -47,6 +59,16 @@ class TeacherConfig:
             raise ConfigError(f"teacher.scorer is {self.scorer!r}; expected one of {list(SCORERS)}")
         if self.dtype not in ("bf16", "fp32"):
             raise ConfigError(f"teacher.dtype is {self.dtype!r}; expected bf16 or fp32")
+        if (self.urls or self.named) and self.scorer == "scripted":
+            raise ConfigError("teacher.urls or teacher.named is set and teacher.scorer is scripted; take one of them")
+        if self.deadline_s <= 0:
+            raise ConfigError(f"teacher.deadline_s is {self.deadline_s}; expected seconds above 0")
+        names = [entry.partition("=")[0] for entry in self.named]
+        if any(not all(entry.partition("=")) for entry in self.named) or len({"default", *names}) <= len(names):
+            raise ConfigError(
+                f"teacher.named is {list(self.named)}; expected name=folder or name=URL, each name once and none of "
+                "them default"
+            )
         if self.cache is not None and self.scorer == "scripted":
             raise ConfigError(
                 "teacher.cache is set and teacher.scorer is scripted, whose scores depend on the sample's name and not "
@@ -65,6 +87,20 @@ class TeacherConfig:
         if self.threads < 0:
             raise ConfigError(f"teacher.threads is {self.threads}; expected 0 (share) or a number of threads")
 
+    @property
+    def sources(self) -> dict[str, Path | tuple[str, ...]]:
+        """Where each teacher is, by name: a checkpoint's folder, or the URLs of its replicas."""
+        found: dict[str, Path | tuple[str, ...]] = {DEFAULT: self.urls or self.model}
+        for entry in self.named:
+            name, _, source = entry.partition("=")
+            found[name] = tuple(source.split(",")) if "://" in source else Path(source)
+        return found
+
+    @property
+    def weights_are_here(self) -> bool:
+        """Whether ``model`` can be loaded in this process, as held-out figures need."""
+        return self.scorer != "scripted" and (not self.urls or (self.model / "config.json").is_file())
+
 
 @dataclass(kw_only=True, slots=True)
 class ScoringWorker:
@@ -74,6 +110,7 @@ class ScoringWorker:
     batch_tokens    padded tokens that the scorer takes at once; after each such batch the lease is extended
     teacher_draw    spec of the design that the teacher itself draws, or None
     origins         the candidate sets that the objective reads
+    teachers        the teacher's name by prompt, where it is not "default"
     """
 
     stage: Stage
@@ -82,6 +119,7 @@ class ScoringWorker:
     batch_tokens: int
     teacher_draw: str | None
     origins: frozenset[Origin]
+    teachers: Mapping[int, str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Work until the run is over or told to stop."""
@@ -132,6 +170,7 @@ class ScoringWorker:
             candidates=rollout.candidates,
             draw=self.teacher_draw,
             run_seed=self.stage.seed,
+            teacher=self.teachers.get(sample.prompt_index, DEFAULT),
         )
 
     def _put(self, lease: Lease, sample: LeasedSample, result: TeacherRecord | ScoringError) -> None:

@@ -1,43 +1,50 @@
-"""The scorer of a run: the teacher in this process, or services, with the cache in front of either."""
+"""The scorer of a run: each teacher in this process or behind services, with the cache in front of either."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from asyncopd.config import RunConfig
+from asyncopd.errors import ConfigError
+from asyncopd.objectives import build_objective
 from asyncopd.run_folder import TokenIds
-from asyncopd.scoring import TeacherConfig
+from asyncopd.scoring import DEFAULT
 from teacher_cache.cached_scorer import CachedScorer
-from teacher_cache.identity import TeacherIdentity, identify_checkpoint
+from teacher_cache.client import ClientConfig, TeacherClient
+from teacher_cache.errors import HandshakeError, ServiceError
+from teacher_cache.identity import Expectation, TeacherIdentity, identify_checkpoint, identify_tokenizer
+from teacher_cache.routed_scorer import RoutedScorer
 from teacher_cache.scorer import Scorer
 from teacher_cache.scripted_scorer import ScriptedScorer
 from teacher_cache.store import RecordStore
 from teacher_cache.transformers_scorer import TransformersScorer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOKEN_VARIABLE = "TEACHER_CACHE_TOKEN"
 _GIGABYTE = 10**9
+_HANDSHAKE_S = 60.0
+"""Seconds that a service has to answer before a run starts."""
 
 
 def build_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
     """The scorer that the configuration names; with a warm cache no teacher is ever loaded."""
     teacher = config.teacher
-    if teacher.cache is None:
-        return SCORERS[teacher.scorer](config, ids)
-    identity = identify_checkpoint(teacher.model, temperature=config.objective.temperature, dtype=_numerics(teacher))
-    return _cached(teacher, teacher.cache, identity, lambda: SCORERS[teacher.scorer](config, ids))
+    size = round(teacher.cache_gb * _GIGABYTE) or None
+    store = None if teacher.cache is None else RecordStore(teacher.cache, max_bytes=size)
+    teachers = {name: _build(config, ids, name, source, store) for name, source in teacher.sources.items()}
+    return RoutedScorer(teachers) if len(teachers) > 1 else teachers[DEFAULT]
 
 
-def _cached(
-    teacher: TeacherConfig, folder: Path, identity: TeacherIdentity, load: Callable[[], Scorer]
-) -> CachedScorer:
-    store = RecordStore(folder, max_bytes=round(teacher.cache_gb * _GIGABYTE) or None)
-    return CachedScorer(load, store, identity=identity, precision=teacher.cache_precision)
-
-
-def _numerics(teacher: TeacherConfig) -> str:
-    """What changes the last bits of a score: the dtype, and on a GPU other kernels."""
-    return f"{teacher.dtype}+{device().type}"
+def shake_hands(config: RunConfig, urls: tuple[str, ...], name: str) -> TeacherIdentity:
+    """What the services of a teacher are; ConfigError where none answers, or one differs from what the run needs."""
+    try:
+        with _client(config, urls, name, _HANDSHAKE_S) as client:
+            return client.identity
+    except (HandshakeError, ServiceError) as error:
+        raise ConfigError(f"teacher {name!r}: {error}") from error
 
 
 def device() -> torch.device:
@@ -45,22 +52,58 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _scripted(config: RunConfig, ids: TokenIds) -> Scorer:
-    return ScriptedScorer(vocabulary=ids.vocabulary, temperature=config.objective.temperature)
+def _build(
+    config: RunConfig, ids: TokenIds, name: str, source: Path | tuple[str, ...], store: RecordStore | None
+) -> Scorer:
+    if isinstance(source, tuple):
+        client = _client(config, source, name, config.teacher.deadline_s)
+        return client if store is None else _cached(config, name, store, client.identity, lambda: client)
+    if store is None:
+        return SCORERS[config.teacher.scorer](config, ids, name, source)
+    # The kind of device is part of it, because kernels round differently.
+    numerics = f"{config.teacher.dtype}+{device().type}"
+    identity = identify_checkpoint(source, temperature=config.objective.temperature, dtype=numerics)
+    return _cached(config, name, store, identity, lambda: SCORERS[config.teacher.scorer](config, ids, name, source))
 
 
-def _transformers(config: RunConfig, ids: TokenIds) -> Scorer:
+def _cached(
+    config: RunConfig, name: str, store: RecordStore, identity: TeacherIdentity, load: Callable[[], Scorer]
+) -> Scorer:
+    return CachedScorer(load, store, identity=identity, precision=config.teacher.cache_precision, teacher=name)
+
+
+def _scripted(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer:
+    return ScriptedScorer(vocabulary=ids.vocabulary, temperature=config.objective.temperature, teacher=name)
+
+
+def _transformers(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer:
     return TransformersScorer(
-        config.teacher.model,
+        path,
         vocabulary=ids.vocabulary,
         temperature=config.objective.temperature,
         batch_tokens=config.teacher.batch_tokens,
         dtype=DTYPES[config.teacher.dtype],
         device=device(),
+        teacher=name,
     )
 
 
-SCORERS: dict[str, Callable[[RunConfig, TokenIds], Scorer]] = {
+def _client(config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: float) -> TeacherClient:
+    draws = build_objective(config.objective).draws
+    expected = Expectation(
+        tokenizer=identify_tokenizer(AutoTokenizer.from_pretrained(config.student)),
+        temperature=config.objective.temperature,
+        draw=draws["teacher"].spec if "teacher" in draws else None,
+        designs=tuple(draw.spec for draw in draws.values()),
+    )
+    return TeacherClient(
+        urls,
+        expected=expected,
+        config=ClientConfig(token=os.environ.get(TOKEN_VARIABLE), deadline_s=deadline_s, teacher=name),
+    )
+
+
+SCORERS: dict[str, Callable[[RunConfig, TokenIds, str, Path], Scorer]] = {
     "scripted": _scripted,
     "transformers": _transformers,
 }

@@ -71,6 +71,9 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
         origins=objective.origins,
+        teachers={prompt.index: prompt.teacher for prompt in read_prompts(folder.prompts_path)}
+        if config.teacher.named
+        else {},
     )
 
 

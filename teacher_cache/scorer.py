@@ -20,6 +20,7 @@ class ScoreRequest:
     candidates      student-drawn candidates that need the teacher's logprobs, or None
     draw            spec of a design to draw from the teacher itself, for example ``systematic(16)``, or None
     run_seed        seed of teacher-drawn candidates
+    teacher         name of the teacher that is asked, where there are several (``RoutedScorer``)
     """
 
     uid: str
@@ -28,6 +29,7 @@ class ScoreRequest:
     candidates: CandidateSet | None = None
     draw: str | None = None
     run_seed: int = 0
+    teacher: str = "default"
 
 
 class Scorer(Protocol):

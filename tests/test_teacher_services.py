@@ -1,0 +1,129 @@
+"""Whole runs whose teacher is a service, or several teachers."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncopd import pipeline
+from asyncopd.config import RunConfig, from_yaml, to_yaml
+from asyncopd.errors import ConfigError
+from asyncopd.interface import RunResult
+from asyncopd.scoring import TeacherConfig
+from asyncopd.tracking.metrics import read_metrics
+from teacher_cache.errors import ScoringError
+from teacher_cache.local_teacher import LocalTeacherConfig
+from teacher_cache.record import TeacherRecord
+from teacher_cache.routed_scorer import RoutedScorer
+from teacher_cache.scorer import ScoreRequest
+from teacher_cache.transformers_scorer import TransformersScorer
+from tests.conftest import VOCABULARY, make_tiny_llama, save_checkpoint
+from tests.teacher_cache.build_requests import CountingScorer, make_request
+from tests.teacher_cache.serving import ThreadedService
+from tests.tiny_run import QUESTIONS, ThreadedWorkers, tiny_config
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("service-pair")
+    return save_checkpoint(make_tiny_llama(0), folder / "teacher"), save_checkpoint(
+        make_tiny_llama(1, layers=2), folder / "student"
+    )
+
+
+def served(model: Path, temperature: float = 1.0) -> ThreadedService:
+    teacher = LocalTeacherConfig(model=model, dtype="fp32", device="cpu", temperature=temperature)
+    return ThreadedService(teacher.load(VOCABULARY), identity=teacher.identity())
+
+
+def losses(result: RunResult) -> list[float]:
+    return [row.values["loss"] for row in read_metrics(result.path) if "loss" in row.values]
+
+
+def with_teacher(config: RunConfig, **changes: object) -> RunConfig:
+    return replace(config, steps=2, teacher=replace(config.teacher, **changes))
+
+
+def test_a_run_whose_teacher_is_a_service_has_the_losses_of_one_that_loads_it(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    here = pipeline.run(with_teacher(tiny_config(tmp_path / "here", *models)))
+    with served(models[0]) as service:
+        away = with_teacher(tiny_config(tmp_path / "there", *models), urls=(service.url,), model=Path("nowhere"))
+        there = pipeline.run(away)
+        assert service.service._batcher is not None
+        assert service.service._batcher.scored_tokens > 0
+    assert losses(there) == pytest.approx(losses(here), abs=1e-5)
+    assert there.before is None
+
+
+def test_a_service_at_another_temperature_is_refused_before_anything_is_loaded(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with served(models[0], temperature=0.6) as service:
+        config = with_teacher(tiny_config(tmp_path, *models), urls=(service.url,))
+        with pytest.raises(ConfigError, match=r"temperature: 1\.0 here, 0\.6 at the teacher"):
+            pipeline.run(config)
+
+
+def test_each_prompt_is_scored_by_the_teacher_that_it_names(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    asked: dict[str, int] = {}
+    score = TransformersScorer.score
+
+    def counting(self: TransformersScorer, requests: Sequence[ScoreRequest]) -> list[TeacherRecord | ScoringError]:
+        asked[self._teacher] = asked.get(self._teacher, 0) + len(requests)
+        assert all(request.teacher == self._teacher for request in requests)
+        return score(self, requests)
+
+    monkeypatch.setattr(TransformersScorer, "score", counting)
+    config = with_teacher(tiny_config(tmp_path, *models), named=(f"other={models[1]}",))
+    rows = [
+        {"messages": [{"role": "user", "content": question}], "teacher": "other" if place % 3 else "default"}
+        for place, question in enumerate(QUESTIONS)
+    ]
+    Path(str(config.data.prompts)).write_text("\n".join(map(json.dumps, rows)))
+    config = replace(config, data=replace(config.data, teacher_column="teacher"))
+    result = pipeline.run(config)
+    assert sum(asked.values()) == 16
+    assert set(asked) == {"default", "other"}
+    assert result.policy_version == 2
+
+    unknown = with_teacher(replace(config, name="again"), named=())
+    with pytest.raises(ConfigError, match="names the teacher 'other'"):
+        pipeline.run(unknown)
+
+
+def test_a_request_for_an_unknown_teacher_is_refused_and_costs_no_other() -> None:
+    routed = RoutedScorer({"a": CountingScorer(teacher="a"), "b": CountingScorer(teacher="b")})
+    requests = [replace(make_request(n), teacher=name) for n, name in enumerate(["b", "c", "a", "b"])]
+    results = routed.score(requests)
+    assert isinstance(results[1], ScoringError)
+    assert "no teacher 'c'" in str(results[1])
+    assert [r.teacher for r in results if isinstance(r, TeacherRecord)] == ["b", "a", "b"]
+    assert routed.max_context == 64
+
+
+def test_teachers_that_cannot_work_are_refused() -> None:
+    for named in (("math",), ("=x",), ("math=",), ("a=x", "a=y"), ("default=x",)):
+        with pytest.raises(ConfigError, match=r"teacher\.named"):
+            TeacherConfig(named=named)
+    with pytest.raises(ConfigError, match="scripted"):
+        TeacherConfig(scorer="scripted", urls=("http://127.0.0.1:1",))
+    with pytest.raises(ConfigError, match="deadline_s"):
+        TeacherConfig(deadline_s=0)
+    several = TeacherConfig(urls=("http://a:1",), named=("math=models/math", "code=http://b:1,http://c:1"))
+    assert several.sources == {
+        "default": ("http://a:1",),
+        "math": Path("models/math"),
+        "code": ("http://b:1", "http://c:1"),
+    }
+    config = RunConfig(teacher=several)
+    assert from_yaml(to_yaml(config), "here") == config
