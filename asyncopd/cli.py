@@ -142,6 +142,10 @@ def _ledger(words: list[str]) -> int:
             Console().out(describe(ledger), highlight=False)
             return 0
         found = ledger.verify()
+        if found:
+            # A run that goes on may delete a payload between the look at the ledger and the look at the file.
+            still = set(ledger.verify())
+            found = [violation for violation in found if violation in still]
         if not found:
             print(f"the ledger is sound: {ledger.counts().admitted} samples, every payload that is kept is whole")
             return 0

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only, told apart from whatever it made fail."""
+"""What a run asks of its disk: to keep what was written, and to say so when it is full or read-only."""
 
 import os
 import tempfile
@@ -40,3 +40,12 @@ def why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's contents, or a folder's entries, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,6 +15,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from asyncopd.errors import CheckpointError, ConfigError
+from asyncopd.storage import sync_file
 
 MANIFEST = "manifest.json"
 
@@ -58,12 +59,13 @@ class CheckpointStore:
         if accelerator.is_main_process:
             for path in target.rglob("*"):
                 if path.is_file():
-                    _sync(path)
+                    sync_file(path)
             staging = target / f"{MANIFEST}.writing"
             staging.write_text(json.dumps({"policy_version": version, "trackers": dict(trackers)}, indent=1))
-            _sync(staging)
+            sync_file(staging)
             os.replace(staging, target / MANIFEST)
-            _sync(target)
+            sync_file(target)
+            sync_file(self.root)
         accelerator.wait_for_everyone()
         return target
 
@@ -108,9 +110,3 @@ def _tied_weights_expected() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -141,7 +141,10 @@ class LearnerLoop:
         if present:
             return
         with self.tracer.span("checkpoint"):
-            ids = {} if self.owner is None else self.owner.tracking.ids
+            ids: Mapping[str, str] = {}
+            if self.owner is not None:
+                self.owner.publisher.settle(version - self.owner.lag)
+                ids = self.owner.tracking.ids
             path = self.checkpoints.save(version, self.accelerator, ids)
         if self.owner is not None:
             self.owner.tidy(version, self.checkpoint_config.keep)

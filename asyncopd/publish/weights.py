@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncopd.errors import CheckpointError
+from asyncopd.storage import sync_file
 
 
 class WeightPublisher(Protocol):
@@ -29,6 +30,9 @@ class WeightPublisher(Protocol):
 
     def versions(self) -> list[int]:
         """Whole versions, ascending."""
+
+    def settle(self, oldest: int) -> None:
+        """Make the versions from ``oldest`` on survive a loss of power: a checkpoint is about to count on them."""
 
     def keep_from(self, version: int) -> None:
         """Delete versions older than ``version``; the newest is always kept."""
@@ -70,6 +74,14 @@ class WeightStore:
     def versions(self) -> list[int]:
         """Whole versions, ascending."""
         return sorted(int(path.name[1:]) for path in self.root.glob("v*"))
+
+    def settle(self, oldest: int) -> None:
+        """One fsync a version: too slow for every step, and only a checkpoint needs it."""
+        for version in self.versions():
+            if version >= oldest:
+                for path in (*self._path(version).iterdir(), self._path(version)):
+                    sync_file(path)
+        sync_file(self.root)
 
     def keep_from(self, version: int) -> None:
         """Delete what is older than ``version``, the newest excepted."""
