@@ -55,9 +55,17 @@ def test_workers_that_die_or_hang_are_replaced_and_a_sync_run_ends_with_the_same
         undisturbed = run(tiny_config(tmp_path / "threads", *models)).path
     config = tiny_config(tmp_path, *models, supervision=SupervisionConfig(restarts=1, backoff_s=0.1))
     config = replace(config, queue=replace(config.queue, lease_s=3.0))
+    struck: list[int] = []
+
+    def strike(deed: Callable[[], None]) -> None:
+        struck.append(time.time_ns())
+        deed()
+
     result = run(
         config,
-        callbacks=at_version({1: lambda: worker("rollout-0").kill(), 3: lambda: worker("scorer-0").suspend()}),
+        callbacks=at_version(
+            {1: lambda: strike(worker("rollout-0").kill), 3: lambda: strike(worker("scorer-0").suspend)}
+        ),
     )
     first, second = final_weights(undisturbed), final_weights(result.path)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -65,8 +73,11 @@ def test_workers_that_die_or_hang_are_replaced_and_a_sync_run_ends_with_the_same
     assert result.summary.restarts == 2
     steps = [row.values["restarts"] for row in read_metrics(result.path) if "loss" in row.values]
     assert (steps[0], steps[-1]) == (0, 2)
-    instants = [instant.name for instant in read_trace(result.path).instants if instant.name.startswith("restart")]
-    assert instants == ["restart rollout-0", "restart scorer-0"]
+    seen = [instant for instant in read_trace(result.path).instants if instant.name.startswith("restart")]
+    assert [instant.name for instant in seen] == ["restart rollout-0", "restart scorer-0"]
+    noticed_s = [(instant.time_ns - at) / 1e9 for instant, at in zip(seen, struck, strict=True)]
+    assert noticed_s[0] < 2, "a death is noticed within two seconds"
+    assert 2 < noticed_s[1] < 3 + 2, "a hang within its lease"
     with Ledger.open(result.path / "ledger.sqlite") as ledger:
         assert ledger.verify() == []
 

@@ -272,3 +272,20 @@ def test_a_plan_that_cannot_work_is_refused_with_the_remedy(changes: dict, named
 def test_a_queue_config_that_cannot_work_is_refused(changes: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         QueueConfig(**changes)
+
+
+def test_all_that_a_dead_worker_holds_goes_back_at_once_and_its_tokens_are_dead(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    held = driver.ledger.lease_rollouts("rollout-0", 2, HOUR_S)
+    others = driver.ledger.lease_rollouts("rollout-1", 1, HOUR_S)
+    assert held is not None
+    assert others is not None
+    driver.put_rollout(held.token, held.samples[0])
+    assert driver.ledger.release_owner("rollout-0") == 1
+    with pytest.raises(StaleLeaseError):
+        driver.put_rollout(held.token, held.samples[1])
+    again = driver.ledger.lease_rollouts("rollout-2", 1, HOUR_S)
+    assert uids_of(again) == [held.samples[1].uid]
+    driver.put_rollout(others.token, others.samples[0])
+    assert driver.ledger.release_owner("rollout-0") == 0
+    assert driver.ledger.verify() == []
