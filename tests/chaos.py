@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -100,6 +100,7 @@ class Chaos:
         self.steps = steps
         self.victims = victims
         self.random = random.Random(seed)
+        self.pause_s = 1.5 if start == "forkserver" else 20.0
         self.start = start
         self.figures = Figures()
         self.undisturbed: dict[str, dict[str, torch.Tensor]] = {}
@@ -220,7 +221,7 @@ class Chaos:
 
     def _strike(self, learner: BaseProcess, run_dir: Path) -> None:
         """SIGKILL to one or two random processes after a random time."""
-        time.sleep(self.random.uniform(0.0, 1.5))
+        time.sleep(self.random.uniform(0.0, self.pause_s))
         chosen = self.random.sample(self.victims, min(len(self.victims), self.random.choice((1, 1, 1, 2))))
         pids = {name: _pid(learner, run_dir, name) for name in chosen}
         dead = [name for name, pid in pids.items() if pid is not None and _kill(pid)]
@@ -251,7 +252,8 @@ class Chaos:
         if not wait_until(gone, 10.0):
             for process in left():
                 self.figures.orphans += 1
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def _servers(self) -> set[int]:
         """The processes of multiprocessing itself."""

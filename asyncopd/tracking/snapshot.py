@@ -50,8 +50,8 @@ class HeldOutPoint:
 class RunSnapshot:
     """What the dashboard shows.
 
-    state           starting: no step yet. stopped: ended on purpose before its last step. dead: a process is gone that
-                    did not say that it ended
+    state           starting: no step yet. stopped: ended on purpose before its last step. dead: the learner is gone
+                    and did not say that it ended
     elapsed_s       wall time in which the pipeline flowed, seconds, without pauses between a stop and a resume
     left_s          expected time to the last step from the recent pace, seconds; None when unknown
     activity        over the last `RECENT_S` of a run that is starting or running, over all of any other
@@ -157,7 +157,8 @@ def _state(processes: Sequence[ProcessStatus], version: int, steps: int) -> RunS
     learner = next((process for process in processes if process.name == "learner"), None)
     if learner is not None and learner.ended:
         return "finished" if version >= steps else "stopped"
-    if any(not process.alive and not process.ended for process in processes):
+    # A worker that is gone is started again, or takes the learner with it.
+    if any(process.stage == "learner" and not process.alive and not process.ended for process in processes):
         return "dead"
     return "running" if version > 0 else "starting"
 

@@ -75,15 +75,27 @@ def test_what_is_open_counts_as_work_and_shows_what_a_process_is_doing(tmp_path:
     assert doing == {"learner": "wait", "rollout-0": "decode"}
 
 
-def test_a_killed_process_reads_as_gone(tmp_path: Path):
+def trace_and_vanish(run: Path, process: str) -> None:
+    program = "import sys; from asyncopd.tracking.trace import Tracer; Tracer(*sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", program, str(run), process], check=True)
+
+
+def test_a_killed_worker_reads_as_gone_and_the_run_goes_on_because_it_is_started_again(tmp_path: Path):
     begin(tmp_path)
     learner = Tracer(tmp_path, "learner")
-    program = "import sys; from asyncopd.tracking.trace import Tracer; Tracer(sys.argv[1], 'scorer-0')"
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    trace_and_vanish(tmp_path, "scorer-0")
     snapshot = RunSnapshot.read(tmp_path)
-    assert snapshot.state == "dead"
+    assert snapshot.state == "starting"
     assert "scorer-0 is gone" in on_paper(render(snapshot))
     learner.close()
+
+
+def test_a_run_whose_learner_was_killed_reads_as_dead(tmp_path: Path):
+    begin(tmp_path)
+    trace_and_vanish(tmp_path, "learner")
+    snapshot = RunSnapshot.read(tmp_path)
+    assert snapshot.state == "dead"
+    assert "learner is gone" in on_paper(render(snapshot))
 
 
 def test_a_run_that_was_stopped_early_reads_as_stopped(tmp_path: Path):
