@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct teaches itself without its six middle layers, on a laptop CPU.
+"""SmolLM2-135M-Instruct teaches itself without its eight middle layers, on a laptop CPU.
 
     asyncopd launch recipes/smollm2_laptop.py                     # asynchronous, what `make demo` runs
     asyncopd launch recipes/smollm2_laptop.py --mode sync         # strictly in turn
     asyncopd launch recipes/smollm2_laptop.py --mode lagged:4     # each batch from exactly four versions ago
 
-The student is the teacher with 6 of its 30 layers left out (113M parameters; why 6: ``prepare_smollm2.py``). It writes
+The student is the teacher with 8 of its 30 layers left out (106M parameters; why 8: ``prepare_smollm2.py``). It writes
 answers of at most 48 tokens; the teacher scores 16 candidates at every token; the learner minimises the reverse KL,
 recomputed under its current weights. What came of it is in ``recipes/README.md``.
 """
@@ -30,7 +30,7 @@ DATA = Path(__file__).parent / "data"
 if __name__ == "__main__":
     config = RunConfig(
         recipe="smollm2-laptop",
-        steps=60,
+        steps=80,
         student=student_path(),
         teacher=TeacherConfig(model=teacher_path(), samples=12),
         data=DataConfig(prompts=str(DATA / "prompts.jsonl"), held_out=str(DATA / "held_out.jsonl")),
