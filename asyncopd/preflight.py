@@ -88,8 +88,10 @@ def _other_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
         if isinstance(source, tuple):
             contexts.append(shake_hands(config, source, name).max_context)
         elif name != DEFAULT:
-            contexts.append(_context(outline(source, f"teacher {name!r}")))
-            check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(source))
+            model = outline(source, f"teacher {name!r}")
+            shared = check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(source))
+            require_head(model.get_text_config(decoder=True).vocab_size, shared, f"teacher {name!r}")
+            contexts.append(_context(model))
     return contexts
 
 

@@ -29,19 +29,22 @@ _HANDSHAKE_S = 60.0
 """Seconds that a service has to answer before a run starts."""
 
 
-def build_scorer(config: RunConfig, ids: TokenIds) -> Scorer:
-    """The scorer that the configuration names; with a warm cache no teacher is ever loaded."""
+def build_scorer(config: RunConfig, ids: TokenIds, beat: Callable[[], None]) -> Scorer:
+    """The scorer that the configuration names; with a warm cache no teacher is ever loaded.
+
+    beat   called while a service is waited for, which is not a hang
+    """
     teacher = config.teacher
     size = round(teacher.cache_gb * _GIGABYTE) or None
     store = None if teacher.cache is None else RecordStore(teacher.cache, max_bytes=size)
-    teachers = {name: _build(config, ids, name, source, store) for name, source in teacher.sources.items()}
+    teachers = {name: _build(config, ids, name, source, store, beat) for name, source in teacher.sources.items()}
     return RoutedScorer(teachers) if len(teachers) > 1 else teachers[DEFAULT]
 
 
 def shake_hands(config: RunConfig, urls: tuple[str, ...], name: str) -> TeacherIdentity:
     """What the services of a teacher are; ConfigError where none answers, or one differs from what the run needs."""
     try:
-        with _client(config, urls, name, _HANDSHAKE_S) as client:
+        with _client(config, urls, name, _HANDSHAKE_S, None) as client:
             return client.identity
     except (HandshakeError, ServiceError) as error:
         raise ConfigError(f"teacher {name!r}: {error}") from error
@@ -53,10 +56,15 @@ def device() -> torch.device:
 
 
 def _build(
-    config: RunConfig, ids: TokenIds, name: str, source: Path | tuple[str, ...], store: RecordStore | None
+    config: RunConfig,
+    ids: TokenIds,
+    name: str,
+    source: Path | tuple[str, ...],
+    store: RecordStore | None,
+    beat: Callable[[], None],
 ) -> Scorer:
     if isinstance(source, tuple):
-        client = _client(config, source, name, config.teacher.deadline_s)
+        client = _client(config, source, name, config.teacher.deadline_s, beat)
         return client if store is None else _cached(config, name, store, client.identity, lambda: client)
     if store is None:
         return SCORERS[config.teacher.scorer](config, ids, name, source)
@@ -88,7 +96,9 @@ def _transformers(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Sc
     )
 
 
-def _client(config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: float) -> TeacherClient:
+def _client(
+    config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: float, beat: Callable[[], None] | None
+) -> TeacherClient:
     draws = build_objective(config.objective).draws
     expected = Expectation(
         tokenizer=identify_tokenizer(AutoTokenizer.from_pretrained(config.student)),
@@ -100,6 +110,7 @@ def _client(config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: flo
         urls,
         expected=expected,
         config=ClientConfig(token=os.environ.get(TOKEN_VARIABLE), deadline_s=deadline_s, teacher=name),
+        while_waiting=beat,
     )
 
 

@@ -66,7 +66,7 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     draw = objective.draws.get("teacher")
     return ScoringWorker(
         stage=stage,
-        scorer=build_scorer(config, folder.token_ids()),
+        scorer=build_scorer(config, folder.token_ids(), stage.beat),
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,

@@ -10,7 +10,8 @@ service understood and refused.
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,6 +37,7 @@ T = TypeVar("T")
 Result = TeacherRecord | ScoringError
 _PASSING = (429, 502, 503, 504)
 _CHUNKS_A_REPLICA = 4
+_TELL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,11 +232,20 @@ class TeacherClient:
     """A Scorer over services; safe from several threads. Connects at once.
 
     Its event loop has a thread of its own, so that it works inside another one (a notebook's) as well.
+
+    while_waiting   called in the caller's thread about once a second until the answer is there: whoever watches over
+                    the caller can tell that it waits, and will until its deadline, from that it hangs
     """
 
     def __init__(
-        self, urls: Sequence[str], *, expected: Expectation | None = None, config: ClientConfig | None = None
+        self,
+        urls: Sequence[str],
+        *,
+        expected: Expectation | None = None,
+        config: ClientConfig | None = None,
+        while_waiting: Callable[[], None] | None = None,
     ) -> None:
+        self._while_waiting = while_waiting or _nothing
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teacher-client", daemon=True)
         self._thread.start()
@@ -272,12 +283,19 @@ class TeacherClient:
         self._end_loop()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        pending = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([pending], timeout=_TELL_S).done:
+            self._while_waiting()
+        return pending.result()
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _nothing() -> None:
+    """Nobody watches."""
 
 
 async def _made(urls: Sequence[str], expected: Expectation | None, config: ClientConfig | None) -> AsyncTeacherClient:

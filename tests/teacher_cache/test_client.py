@@ -194,3 +194,12 @@ def test_a_full_service_is_waited_for() -> None:
         TeacherClient([service.url], config=replace(SHORT, chunk_tokens=24)) as client,
     ):
         assert_all_right(client.score(REQUESTS), REQUESTS)
+
+
+def test_whoever_watches_is_told_while_a_service_is_waited_for() -> None:
+    told = []
+    slow = CountingScorer(delay_s=0.2)
+    with ThreadedService(slow) as service:
+        with TeacherClient([service.url], config=SHORT, while_waiting=lambda: told.append(1)) as client:
+            client.score([make_request(1)])
+        assert told

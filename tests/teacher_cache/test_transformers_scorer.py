@@ -113,12 +113,51 @@ def test_an_empty_answer_has_an_empty_record(tiny_llama_dir: Path) -> None:
     assert record.of_origin("teacher").ids_TC.shape == (0, 3)
 
 
-def test_an_answer_that_fills_the_context_is_scored(tiny_llama_dir: Path) -> None:
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_an_answer_that_fills_the_context_is_scored_exactly(tiny_llama_dir: Path, temperature: float) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    asked = request(100, 28)
-    log_q = naive(model, asked, 1.0)
-    record = records(scorer(model), [asked])[0]
+    asked = request(1, 127, draw="top_k(8)")
+    log_q = naive(model, asked, temperature)
+    record = records(scorer(model, temperature), [asked])[0]
     assert_close(record.log_q_T, log_q.gather(1, asked.response_ids_T.long()[:, None])[:, 0])
+    drawn = record.of_origin("teacher")
+    assert drawn.log_q_TC is not None
+    assert_close(drawn.log_q_TC, log_q.topk(8).values)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_scores_do_not_depend_on_the_side_that_another_program_pads_on(
+    tiny_llama_dir: Path, temperature: float
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    requests = [request(*lengths) for lengths in LENGTHS if lengths[1]]
+    longest = max(len(asked.prompt_ids) + len(asked.response_ids_T) for asked in requests)
+    for asked, record in zip(requests, records(scorer(model, temperature), requests), strict=True):
+        ids = [*asked.prompt_ids, *asked.response_ids_T.tolist()]
+        padding = longest - len(ids)
+        mask = torch.tensor([[0] * padding + [1] * len(ids)])
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            padded = torch.tensor([[EOS] * padding + ids])
+            logits = model(padded, attention_mask=mask, position_ids=positions).logits[0, :, :VOCABULARY].double()
+        log_q = torch.log_softmax(logits / temperature, dim=-1)
+        places = torch.arange(padding + len(asked.prompt_ids), longest)
+        assert_close(record.log_q_T, log_q[places - 1, asked.response_ids_T.long()])
+
+
+def test_a_teacher_spread_by_a_device_map_scores_the_same(tiny_llama_dir: Path) -> None:
+    asked = [request(*lengths) for lengths in LENGTHS]
+    spread = TransformersScorer(tiny_llama_dir, vocabulary=VOCABULARY, dtype=torch.float32, device_map="cpu")
+    for one, other in zip(records(scorer(tiny_llama_dir), asked), records(spread, asked), strict=True):
+        assert torch.equal(one.log_q_T, other.log_q_T)
+
+
+@pytest.mark.slow
+def test_a_compiled_teacher_scores_the_same(tiny_llama_dir: Path) -> None:
+    asked = [request(*lengths) for lengths in LENGTHS]
+    compiled = TransformersScorer(tiny_llama_dir, vocabulary=VOCABULARY, dtype=torch.float32, compiled=True)
+    for one, other in zip(records(scorer(tiny_llama_dir), asked), records(compiled, asked), strict=True):
+        assert_close(one.log_q_T, other.log_q_T.double())
 
 
 def candidates(log_g_TV: torch.Tensor, spec: str, uid: str, temperature: float = 1.0) -> CandidateSet:
