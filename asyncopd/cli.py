@@ -161,9 +161,9 @@ def _replay(words: list[str]) -> int:
 
 
 def _audit(words: list[str]) -> int:
-    from asyncopd.audit import audit
+    from asyncopd.audit import HELP, audit
 
-    options = tyro.cli(Audit, args=words, prog="asyncopd audit")
+    options = tyro.cli(Audit, args=words, prog="asyncopd audit", description=HELP)
     return audit(options.loss, options.json)
 
 
