@@ -83,7 +83,8 @@ class SupervisionConfig:
     """What becomes of a rollout worker or scorer that dies or hangs."""
 
     restarts: int = 3
-    """How often each worker is started again before the run fails; 0 fails at the first death."""
+    """How often each worker is started again before the run fails; 0 fails at the first death. An error at a worker's
+    first start fails at once."""
     backoff_s: float = 1.0
     """Seconds before a worker's first restart; doubled for each further one."""
     start_s: float = 600.0
@@ -265,6 +266,9 @@ class Supervisor:
             raise WorkerDiedError(name, f"{cause}, and did not end within {_KILL_S:.0f} s of a SIGKILL")
         back = ledger.release_owner(name)
         ring_all(self._run_dir)
+        if worker.process.poll() == 1 and not worker.ready and not worker.restarts:
+            # Its own exception at the first start: it would only come again.
+            raise WorkerDiedError(name, f"{cause} before it was ready\n{self._log_tail(name)}")
         if worker.restarts >= limit:
             after = f", after {limit} restarts" if limit else ""
             raise WorkerDiedError(name, f"{cause}{after}\n{self._log_tail(name)}")

@@ -1,6 +1,7 @@
 """Workers that die or hang: who notices, who starts them again, and what the run's results say of it."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -99,7 +100,17 @@ def test_without_restarts_a_dead_worker_fails_the_run_within_two_seconds_and_nam
     assert [p for p in psutil.Process().children(recursive=True) if "asyncopd.worker" in p.cmdline()] == []
 
 
-def test_a_worker_that_cannot_start_fails_the_run_after_its_restarts_with_the_end_of_its_log(
+def test_a_worker_whose_first_start_raises_fails_the_run_at_once(models: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(models[0], teacher)
+    (teacher / "model.safetensors").unlink()
+    config = tiny_config(tmp_path, teacher, models[1])
+    config = replace(config, data=replace(config.data, held_out_from_end=0))
+    with pytest.raises(WorkerDiedError, match="(?s)'scorer-0' died: exit status 1 before it was ready.*model.safetens"):
+        run(config)
+
+
+def test_a_worker_that_cannot_be_started_again_fails_the_run_after_its_restarts_with_the_end_of_its_log(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     def spoil() -> None:
