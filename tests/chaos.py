@@ -10,6 +10,7 @@ disturbed, bit for bit.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -38,6 +39,7 @@ from tests.conftest import make_tiny_llama, save_checkpoint
 from tests.kill_points import LEARNER_POINTS, ONCE, WORKER_POINTS
 from tests.tiny_run import final_weights, tiny_config
 
+PR_SET_CHILD_SUBREAPER = 36
 MODES = ("sync", "async", "lagged:2")
 WORKERS = ("rollout-0", "scorer-0")
 POINT_WAIT_S = 3.0
@@ -101,6 +103,9 @@ class Chaos:
         self.victims = victims
         self.random = random.Random(seed)
         self.pause_s = 1.5 if start == "forkserver" else 20.0
+        if start == "spawn":
+            # Workers whose learner was killed become children of this process, so that they can be seen.
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.start = start
         self.figures = Figures()
         self.undisturbed: dict[str, dict[str, torch.Tensor]] = {}
@@ -234,34 +239,11 @@ class Chaos:
 
     def _bury(self) -> None:
         """Nothing may outlive the learner."""
-
-        def left() -> list[psutil.Process]:
-            return [
-                process
-                for server in psutil.Process().children()
-                for process in [server, *server.children(recursive=True)]
-                if (process.status() != psutil.STATUS_ZOMBIE) and process.pid not in self._servers()
-            ]
-
-        def gone() -> bool:
-            try:
-                return not left()
-            except psutil.NoSuchProcess:
-                return False
-
-        if not wait_until(gone, 10.0):
-            for process in left():
+        if not wait_until(lambda: not _alive(), 10.0):
+            for process in _alive():
                 self.figures.orphans += 1
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-
-    def _servers(self) -> set[int]:
-        """The processes of multiprocessing itself."""
-        return {
-            process.pid
-            for process in psutil.Process().children()
-            if any("forkserver" in word or "resource_tracker" in word for word in process.cmdline())
-        }
 
     def verify(self, run_dir: Path) -> None:
         """``ledger verify``; while a run goes on, a payload may be deleted between the look and the read."""
@@ -291,6 +273,23 @@ class Chaos:
             self.figures.identical += all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def _alive() -> list[psutil.Process]:
+    """The living descendants of this process, without those that multiprocessing keeps for itself."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if not any("forkserver" in word or "resource_tracker" in word for word in child.cmdline()):
+                found.append(child)
+            found += child.children(recursive=True)
+    return [process for process in found if _is_alive(process)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _pid(learner: BaseProcess, run_dir: Path, name: str) -> int | None:
     if name == "learner":
         return learner.pid
@@ -301,12 +300,13 @@ def _pid(learner: BaseProcess, run_dir: Path, name: str) -> int | None:
 
 
 def _kill(pid: int) -> bool:
-    """Whether there was a living process to kill."""
+    """Whether there was a living process to kill; a pid that was given out again to a stranger is not ours to kill."""
     try:
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        process = psutil.Process(pid)
+        if os.getpid() not in [parent.pid for parent in process.parents()] or not _is_alive(process):
             return False
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, psutil.NoSuchProcess):
+        process.kill()
+    except psutil.NoSuchProcess:
         return False
     return True
 

@@ -128,7 +128,9 @@ class ForkingSupervisor(Supervisor):
         process.start()
         for pipe in pipes:
             pipe.close()
-        pid_file(self._run_dir, spec.name).write_text(str(process.pid))
+        partial = pid_file(self._run_dir, spec.name).with_suffix(".partial")
+        partial.write_text(str(process.pid))
+        partial.replace(pid_file(self._run_dir, spec.name))
         return ForkedProcess(process, stdin_writer), beats_reader
 
 
