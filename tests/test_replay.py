@@ -17,18 +17,22 @@ from tests.conftest import make_tiny_llama, save_checkpoint
 from tests.tiny_run import ThreadedWorkers, final_weights, tiny_config
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sync run that kept its payloads; its teacher is gone."""
-    folder = tmp_path_factory.mktemp("recorded")
+def record(folder: Path, mode: str) -> Path:
+    """A run that kept its payloads; its teacher is gone."""
     teacher = save_checkpoint(make_tiny_llama(0), folder / "teacher")
     student = save_checkpoint(make_tiny_llama(1, layers=2), folder / "student")
-    config = tiny_config(folder, teacher, student)
+    config = tiny_config(folder, teacher, student, mode=mode)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pipeline, "Supervisor", ThreadedWorkers)
         path = run(replace(config, queue=replace(config.queue, record=True))).path
     shutil.rmtree(teacher)
     return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded sync run."""
+    return record(tmp_path_factory.mktemp("recorded"), "sync")
 
 
 def losses(path: Path) -> list[float]:
@@ -44,6 +48,17 @@ def test_a_replay_with_the_runs_own_objective_repeats_its_losses_and_weights_bit
     assert again.path.parent == recorded.parent
     assert again.summary is not None
     assert again.summary.steps == 6
+
+
+def test_a_replay_of_an_async_run_repeats_its_losses_and_staleness(tmp_path: Path) -> None:
+    recorded = record(tmp_path, "async")
+    again = replay(recorded, ObjectiveConfig(name="reverse_kl", design="systematic(8)"))
+    assert losses(again.path) == losses(recorded)
+    ages = [
+        [row.values["staleness/mean"] for row in read_metrics(path) if "loss" in row.values]
+        for path in (again.path, recorded)
+    ]
+    assert ages[0] == ages[1]
 
 
 def test_asyncopd_replay_trains_the_same_answers_with_another_objective(recorded: Path) -> None:
