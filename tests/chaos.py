@@ -3,8 +3,8 @@
     python -m tests.chaos --kills 200 --seed 0 --json
 
 Real pipeline, tiny models, real processes. A round is one run: it is killed and resumed until it has had its share of
-kills, then it may end. Half of the kills come at random moments (a learner, a rollout worker, the scorer, or two at
-once), half at the named points of ``tests.kill_points``. After each kill the ledger is verified; at the end of a round
+kills, then it may end. Some kills come at random moments (a learner, a rollout worker, the scorer, or two at
+once), some at the named points of ``tests.kill_points``. After each kill the ledger is verified; at the end of a round
 every sample must be trained exactly once, and in the pinned modes the weights must be those of a run that nobody
 disturbed, bit for bit.
 """
@@ -41,7 +41,7 @@ from tests.tiny_run import final_weights, tiny_config
 
 PR_SET_CHILD_SUBREAPER = 36
 MODES = ("sync", "async", "lagged:2")
-WORKERS = ("rollout-0", "scorer-0")
+WORKERS = ("rollout-0", "rollout-1", "scorer-0")
 POINT_WAIT_S = 3.0
 """Seconds after which an armed point that was not reached is given up for this life."""
 LIFE_S = 120.0
@@ -143,7 +143,11 @@ class Chaos:
             checkpoint=CheckpointConfig(every=2, keep=2),
             supervision=SupervisionConfig(restarts=1000, backoff_s=0.001),
         )
-        return replace(config, data=replace(config.data, held_out_from_end=0))
+        return replace(
+            config,
+            rollout=replace(config.rollout, workers=2),
+            data=replace(config.data, held_out_from_end=0),
+        )
 
     def reference(self, mode: str) -> dict[str, torch.Tensor]:
         """The weights of the run that nobody disturbs."""
