@@ -81,10 +81,15 @@ def pack_record(
         if _is_given(scored, request.candidates):
             sets.append(None)
             continue
-        sets.append({"origin": scored.origin, "design": scored.design, "width": scored.ids_TC.shape[1]})
+        told: dict[str, Any] = {"origin": scored.origin, "design": scored.design, "width": scored.ids_TC.shape[1]}
         if not _is_whole_vocabulary(scored.ids_TC):
             tensors[f"ids{place}"] = pack_ids(scored.ids_TC, id_bytes(vocabulary))
-        tensors[f"log_w{place}"] = _distinct_rows(scored.log_w_TC.float())
+        rows = _distinct_rows(scored.log_w_TC.float())
+        if rows.numel() == 1:
+            told["log_w"] = rows.item()
+        else:
+            tensors[f"log_w{place}"] = rows
+        sets.append(told)
     scores_TS = torch.cat([column.float() for column in columns], dim=1)
     stored_TS = scores_TS.to(PRECISIONS[precision])
     if bool((scores_TS.isfinite() & ~stored_TS.isfinite()).any()):
@@ -132,6 +137,7 @@ def _bare_set(
         ids_TC = unpack_ids(packed.tensors[f"ids{place}"])
     else:
         ids_TC = torch.arange(width, dtype=torch.int32).expand(length, width)
+    rows = torch.tensor([[told["log_w"]]]) if "log_w" in told else packed.tensors[f"log_w{place}"]
     student = told["origin"] == "student"
     return CandidateSet(
         origin="student" if student else "teacher",
@@ -139,7 +145,7 @@ def _bare_set(
         temperature=temperature,
         version=given.version if student and given is not None else None,
         ids_TC=ids_TC,
-        log_w_TC=packed.tensors[f"log_w{place}"].expand(length, width),
+        log_w_TC=rows.float().expand(length, width),
     )
 
 

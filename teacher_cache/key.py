@@ -14,13 +14,13 @@ DETERMINISTIC = frozenset({"full", "top_k", "top_k_tail"})
 
 
 def record_key(fingerprint: str, request: ScoreRequest, precision: str = "fp32") -> bytes:
-    """32 bytes that name the score of ``request`` by the teacher with ``fingerprint``, stored at ``precision``.
+    """16 bytes that name the score of ``request`` by the teacher with ``fingerprint``, stored at ``precision``.
 
     The sample's uid and the run's seed are part of it only where candidates are drawn or thinned with them: the same
     answer in another run, with the same candidates, is the same score. Weights are not part of it unless a second
     phase uses them; they come back from the request.
     """
-    digest = blake2b(digest_size=32)
+    digest = blake2b(digest_size=16)
 
     def add(name: str, value: bytes) -> None:
         digest.update(f"{name}:{len(value)}:".encode())

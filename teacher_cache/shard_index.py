@@ -64,7 +64,8 @@ class ShardIndex:
             if error.sqlite_errorcode & 0xFF in _TRANSIENT:
                 raise
             raise DamagedIndexError(str(error)) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            # The message itself may quote a damaged name, which is then no text.
             raise DamagedIndexError(str(error)) from error
 
     def lookup(self, keys: Sequence[bytes]) -> dict[str, list[bytes]]:

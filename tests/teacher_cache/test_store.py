@@ -120,13 +120,13 @@ def flipped_everywhere(folder: Path, stride: int) -> None:
 
 
 def test_a_flipped_byte_anywhere_is_found_or_harmless(tmp_path: Path) -> None:
-    flipped_everywhere(tmp_path, 307)
+    flipped_everywhere(tmp_path, 211)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_each_flipped_byte_of_each_file_is_found_or_harmless(tmp_path: Path) -> None:
-    flipped_everywhere(tmp_path, 1)
+def test_thousands_of_flipped_bytes_one_at_a_time_are_found_or_harmless(tmp_path: Path) -> None:
+    flipped_everywhere(tmp_path, 5)
 
 
 def test_an_index_that_is_no_database_is_made_again_from_the_shards(tmp_path: Path) -> None:
