@@ -62,7 +62,7 @@ class Recorded:
             steps = ledger.policy_version
         if not config.queue.record:
             raise ConfigError(
-                f"run {config.name!r} kept no payloads; only a run started with --queue.record True can be replayed"
+                f"run {config.name!r} kept no payloads; only a run started with --queue.record can be replayed"
             )
         if steps < 1:
             raise ConfigError(f"run {config.name!r} has trained no step yet; let it train first")
