@@ -88,30 +88,46 @@ class Batcher:
         self._closing = True
         self._arrived.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait([self._task])
+            if (error := self._task.exception()) is not None:
+                LOG.error("scoring ended before the service did: %r", error)
         self._thread.shutdown()
 
     def _expected_wait_s(self) -> int:
         return max(1, min(60, math.ceil(self.queued_tokens / self._rate))) if self._rate else 1
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            while not self._waiting:
-                if self._closing:
-                    return
-                self._arrived.clear()
-                await self._arrived.wait()
-            batch = self._gather()
-            tokens = sum(each.tokens for each in batch)
-            started = time.monotonic()
-            results = await loop.run_in_executor(self._thread, self._score, [each.request for each in batch])
-            self._rate = tokens / max(time.monotonic() - started, 1e-3)
-            self.queued_tokens -= tokens
-            self.scored_tokens += tokens
-            for each, result in zip(batch, results, strict=True):
+        batch: list[_Waiting] = []
+        try:
+            while await self._something_waits():
+                batch = self._gather()
+                await self._score_batch(batch)
+        finally:
+            # Only after an error is anything left: its callers must not wait for ever.
+            for each in (*batch, *self._waiting):
                 if not each.result.done():
-                    each.result.set_result(result)
+                    each.result.set_exception(ServiceError("scoring has ended; see the service's log"))
+
+    async def _something_waits(self) -> bool:
+        """Wait for work; False once the batcher is closing and nothing is left."""
+        while not self._waiting:
+            if self._closing:
+                return False
+            self._arrived.clear()
+            await self._arrived.wait()
+        return True
+
+    async def _score_batch(self, batch: list[_Waiting]) -> None:
+        tokens = sum(each.tokens for each in batch)
+        started = time.monotonic()
+        requests = [each.request for each in batch]
+        results = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, requests)
+        self._rate = tokens / max(time.monotonic() - started, 1e-3)
+        self.queued_tokens -= tokens
+        self.scored_tokens += tokens
+        for each, result in zip(batch, results, strict=True):
+            if not each.result.done():
+                each.result.set_result(result)
 
     def _gather(self) -> list[_Waiting]:
         batch: list[_Waiting] = []

@@ -1,6 +1,8 @@
 """Whole runs whose teacher is a service, or several teachers."""
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from asyncopd import pipeline
 from asyncopd.config import RunConfig, from_yaml, to_yaml
 from asyncopd.errors import ConfigError
 from asyncopd.interface import RunResult
+from asyncopd.queue.ledger import Ledger
 from asyncopd.scoring import TeacherConfig
 from asyncopd.tracking.metrics import read_metrics
 from teacher_cache.errors import ScoringError
@@ -33,9 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def served(model: Path, temperature: float = 1.0) -> ThreadedService:
+def served(model: Path, temperature: float = 1.0, port: int = 0) -> ThreadedService:
     teacher = LocalTeacherConfig(model=model, dtype="fp32", device="cpu", temperature=temperature)
-    return ThreadedService(teacher.load(VOCABULARY), identity=teacher.identity())
+    return ThreadedService(teacher.load(VOCABULARY), identity=teacher.identity(), port=port)
 
 
 def losses(result: RunResult) -> list[float]:
@@ -60,6 +63,41 @@ def test_a_run_whose_teacher_is_a_service_has_the_losses_of_one_that_loads_it(
         assert service.service._batcher.scored_tokens > 0
     assert losses(there) == pytest.approx(losses(here), abs=1e-5)
     assert there.before is None
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_queue_when_its_service_was_killed_and_started_again(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    first = served(models[0])
+    second = threading.Event()
+
+    def kill_and_restart() -> None:
+        while first.service._batcher is None or not first.service._batcher.scored_tokens:
+            time.sleep(0.005)
+        first.server.force_exit = True
+        first.stop()
+        with served(models[0], port=first.port) as again:
+            second.set()
+            ended.wait(120)
+            assert again.service._batcher is not None
+            scored.append(again.service._batcher.scored_tokens)
+
+    ended, scored = threading.Event(), []
+    with first:
+        config = with_teacher(tiny_config(tmp_path, *models), urls=(first.url,), model=Path("nowhere"))
+        killer = threading.Thread(target=kill_and_restart)
+        killer.start()
+        result = pipeline.run(replace(config, steps=4))
+        ended.set()
+        killer.join(60)
+    assert second.is_set()
+    assert scored[0] > 0
+    assert len(losses(result)) == 4
+    with Ledger.open(result.path / "ledger.sqlite") as ledger:
+        assert ledger.verify() == []
+        assert ledger.counts().trained == 32
 
 
 def test_a_service_at_another_temperature_is_refused_before_anything_is_loaded(
