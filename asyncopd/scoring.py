@@ -31,6 +31,10 @@ class TeacherConfig:
     """Scorer: ``transformers``, or ``scripted`` (no model; for tests and simulations)."""
     dtype: str = "bf16"
     """Dtype of the forward pass, ``bf16`` or ``fp32``; logprobs are normalised in float32 either way."""
+    device_map: str = ""
+    """Spreads the teacher over its GPUs (``auto``); empty: it takes one."""
+    compile: bool = False
+    """Put the teacher's body through torch.compile."""
     batch_tokens: int = 4096
     """Padded tokens that go through the teacher at once."""
     samples: int = 16

@@ -15,12 +15,12 @@ from asyncopd.scoring import DEFAULT
 from teacher_cache.cached_scorer import CachedScorer
 from teacher_cache.client import ClientConfig, TeacherClient
 from teacher_cache.errors import HandshakeError, ServiceError
-from teacher_cache.identity import Expectation, TeacherIdentity, identify_checkpoint, identify_tokenizer
+from teacher_cache.identity import Expectation, TeacherIdentity, identify_tokenizer
+from teacher_cache.local_teacher import LocalTeacherConfig
 from teacher_cache.routed_scorer import RoutedScorer
 from teacher_cache.scorer import Scorer
 from teacher_cache.scripted_scorer import ScriptedScorer
 from teacher_cache.store import RecordStore
-from teacher_cache.transformers_scorer import TransformersScorer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOKEN_VARIABLE = "TEACHER_CACHE_TOKEN"
@@ -68,9 +68,7 @@ def _build(
         return client if store is None else _cached(config, name, store, client.identity, lambda: client)
     if store is None:
         return SCORERS[config.teacher.scorer](config, ids, name, source)
-    # The kind of device is part of it, because kernels round differently.
-    numerics = f"{config.teacher.dtype}+{device().type}"
-    identity = identify_checkpoint(source, temperature=config.objective.temperature, dtype=numerics)
+    identity = _local(config, source).identity()
     return _cached(config, name, store, identity, lambda: SCORERS[config.teacher.scorer](config, ids, name, source))
 
 
@@ -85,14 +83,19 @@ def _scripted(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer
 
 
 def _transformers(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer:
-    return TransformersScorer(
-        path,
-        vocabulary=ids.vocabulary,
+    return _local(config, path).load(ids.vocabulary, name)
+
+
+def _local(config: RunConfig, path: Path) -> LocalTeacherConfig:
+    teacher = config.teacher
+    return LocalTeacherConfig(
+        model=path,
         temperature=config.objective.temperature,
-        batch_tokens=config.teacher.batch_tokens,
-        dtype=DTYPES[config.teacher.dtype],
-        device=device(),
-        teacher=name,
+        dtype=teacher.dtype,
+        device=device().type,
+        device_map=teacher.device_map or None,
+        compile=teacher.compile,
+        batch_tokens=teacher.batch_tokens,
     )
 
 

@@ -47,8 +47,8 @@ class LocalTeacherConfig:
         numerics = f"{self.dtype}+{self.where.partition(':')[0]}{'+compiled' if self.compile else ''}"
         return identify_checkpoint(self.model, temperature=self.temperature, dtype=numerics)
 
-    def load(self, vocabulary: int) -> TransformersScorer:
-        """The teacher, in memory."""
+    def load(self, vocabulary: int, name: str = "default") -> TransformersScorer:
+        """The teacher, in memory; ``name`` is written into its records."""
         return TransformersScorer(
             self.model,
             vocabulary=vocabulary,
@@ -58,4 +58,5 @@ class LocalTeacherConfig:
             device=self.where,
             device_map=self.device_map,
             compiled=self.compile,
+            teacher=name,
         )

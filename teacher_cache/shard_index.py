@@ -21,6 +21,11 @@ CREATE TABLE IF NOT EXISTS shards (
 );
 CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, shard INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS records_of_shard ON records (shard);
+CREATE INDEX IF NOT EXISTS shards_by_use ON shards (used, id);
+CREATE TABLE IF NOT EXISTS totals (bytes INTEGER NOT NULL);
+INSERT INTO totals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM totals);
+CREATE TRIGGER IF NOT EXISTS counted AFTER INSERT ON shards BEGIN UPDATE totals SET bytes = bytes + new.bytes; END;
+CREATE TRIGGER IF NOT EXISTS uncounted AFTER DELETE ON shards BEGIN UPDATE totals SET bytes = bytes - old.bytes; END;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
@@ -115,22 +120,22 @@ class ShardIndex:
         """Drop the least recently used shards until the rest fits; their names, whose files are to be deleted."""
         if self.total_bytes() <= max_bytes:
             return []
-        dropped = []
         with self._transaction():
             left = self.total_bytes()
-            rows = self._connection.execute("SELECT id, name, bytes FROM shards ORDER BY used, id").fetchall()
-            for shard, name, size in rows:
+            coldest = []
+            for shard, name, size in self._connection.execute("SELECT id, name, bytes FROM shards ORDER BY used, id"):
                 if left <= max_bytes:
                     break
-                self._connection.execute("DELETE FROM records WHERE shard = ?", (shard,))
-                self._connection.execute("DELETE FROM shards WHERE id = ?", (shard,))
-                dropped.append(_text(name))
+                coldest.append((shard, _text(name)))
                 left -= _number(size)
-        return dropped
+            ids = [(shard,) for shard, _ in coldest]
+            self._connection.executemany("DELETE FROM records WHERE shard = ?", ids)
+            self._connection.executemany("DELETE FROM shards WHERE id = ?", ids)
+        return [name for _, name in coldest]
 
     def total_bytes(self) -> int:
         """Bytes of all shards."""
-        return _number(self._connection.execute("SELECT COALESCE(SUM(bytes), 0) FROM shards").fetchone()[0])
+        return _number(self._connection.execute("SELECT bytes FROM totals").fetchone()[0])
 
     def records(self) -> int:
         """Records that can be found."""

@@ -34,6 +34,7 @@ def write_shard(folder: Path, records: Mapping[bytes, PackedRecord]) -> tuple[st
     target = shard_path(folder, name)
     temporary = target.with_name(f"{name}.{os.getpid()}{PART}")
     try:
+        target.parent.mkdir(exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(target)
     except OSError:
@@ -75,7 +76,8 @@ def read_shard(folder: Path, name: str, wanted: Collection[bytes] | None = None)
 
 def shard_path(folder: Path, name: str) -> Path:
     """Where the shard of that name is."""
-    return folder / f"{name}{SUFFIX}"
+    # File systems slow down when a folder grows without end.
+    return folder / name[:2] / f"{name}{SUFFIX}"
 
 
 def record_digest(key: bytes, record: PackedRecord) -> str:

@@ -151,7 +151,7 @@ class RecordStore:
         known = set(self._with_index(lambda index: index.names()))
         adopted = [name for name in self._names_on_disk() if name not in known and self._adopt(name)]
         old = time.time() - ABANDONED_S
-        partial = [file for file in self._shards.glob(f"*{PART}") if file.stat().st_mtime < old]
+        partial = [file for file in self._shards.rglob(f"*{PART}") if file.stat().st_mtime < old]
         for file in partial:
             file.unlink(missing_ok=True)
         limit = max_bytes if max_bytes is not None else self._max_bytes
@@ -251,7 +251,7 @@ class RecordStore:
             return index
 
     def _names_on_disk(self) -> list[str]:
-        return sorted(file.name.removesuffix(SUFFIX) for file in self._shards.glob(f"*{SUFFIX}"))
+        return sorted(file.name.removesuffix(SUFFIX) for file in self._shards.rglob(f"*{SUFFIX}"))
 
 
 def _shard_sized(records: Mapping[bytes, PackedRecord]) -> Iterator[dict[bytes, PackedRecord]]:
