@@ -78,6 +78,8 @@ class AsyncTeacherClient:
     ) -> None:
         if not urls:
             raise ServiceError("no service URL; give at least one, such as http://127.0.0.1:8471")
+        for url in urls:
+            _require_url(url)
         self._expected = expected or Expectation()
         self._config = config or ClientConfig()
         self._replicas = Replicas([Replica(url.rstrip("/")) for url in urls])
@@ -208,11 +210,11 @@ class AsyncTeacherClient:
         if answer is None:
             return None
         if answer.status_code == 409:
-            raise HandshakeError(f"{replica.url}: {'; '.join(map(str, answer.json().get('differences', [])))}")
+            raise HandshakeError(f"{replica.url}: {'; '.join(map(str, _values(answer).get('differences', [])))}")
         if answer.status_code != 200:
             raise _refused(replica, answer)
         replica.answered()
-        return TeacherIdentity.from_dict(answer.json())
+        return TeacherIdentity.from_dict(_values(answer))
 
     def _require_same(self, one: TeacherIdentity, other: TeacherIdentity) -> None:
         found = Expectation(
@@ -320,6 +322,26 @@ def _chunks(requests: Sequence[ScoreRequest], limit: int) -> list[list[int]]:
         chunks[-1].append(place)
         left -= tokens
     return chunks
+
+
+def _require_url(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServiceError(f"{url!r} is no URL ({error}); expected one such as http://127.0.0.1:8471") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ServiceError(f"{url!r} is no HTTP URL; expected one such as http://127.0.0.1:8471")
+
+
+def _values(answer: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer; ServiceError where another kind of server answers."""
+    try:
+        values = answer.json()
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ServiceError(f"{answer.url} answers with no JSON object; is it a teacher service?")
+    return values
 
 
 def _retry_after_s(answer: httpx.Response) -> float:

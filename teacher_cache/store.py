@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class RecordStore:
         try:
             self._shards.mkdir(parents=True, exist_ok=True)
             self._index = self._open_index()
-        except (OSError, sqlite3.DatabaseError) as error:
+        except (OSError, sqlite3.DatabaseError, DamagedIndexError) as error:
             raise StoreError(f"no store can be opened at {path} ({error}); name a folder on a local disk") from error
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class RecordStore:
             places = self._with_index(lambda index: index.lookup(keys))
             found: dict[bytes, PackedRecord] = {}
             for name, wanted in places.items():
-                found.update(self._read(name, wanted))
+                found.update(self._read(name, set(wanted)))
             self._touch(list(places))
         except (OSError, StoreError) as error:
             LOG.warning("the store at %s cannot be read, scores are made again: %s", self.path, error)
@@ -163,7 +163,7 @@ class RecordStore:
         for name in self._with_index(lambda index: index.names()):
             yield from self._read(name, None).items()
 
-    def _read(self, name: str, wanted: Sequence[bytes] | None) -> dict[bytes, PackedRecord]:
+    def _read(self, name: str, wanted: Collection[bytes] | None) -> dict[bytes, PackedRecord]:
         try:
             return read_shard(self._shards, name, wanted)
         except FileNotFoundError:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -203,3 +204,25 @@ def test_whoever_watches_is_told_while_a_service_is_waited_for() -> None:
         with TeacherClient([service.url], config=SHORT, while_waiting=lambda: told.append(1)) as client:
             client.score([make_request(1)])
         assert told
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8471", "ftp://host", "http://", "http://host:port"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ServiceError, match="is no"):
+        TeacherClient([url], config=SHORT)
+
+
+def test_a_server_of_another_kind_is_told_apart() -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(ServiceError, match="is it a teacher service"):
+            TeacherClient([f"http://127.0.0.1:{other.server_port}"], config=SHORT)
+        other.shutdown()
