@@ -13,11 +13,11 @@ from typing import Annotated, TypeVar
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
-from teacher_cache.codec import bundle
 from teacher_cache.errors import TeacherCacheError
 from teacher_cache.local_teacher import LocalTeacherConfig
 from teacher_cache.scorer import Scorer
 from teacher_cache.service import ServiceConfig, TeacherService
+from teacher_cache.shards import shard_path, write_shard
 from teacher_cache.store import RecordStore
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Gc:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """Write every record of a store into safetensors files that need no index."""
+    """Write every record into files that another store takes up: copy them into its folder shards and run gc."""
 
     store: Annotated[Path, Positional]
     """The store's folder."""
@@ -183,10 +183,8 @@ def _gc(options: Gc) -> int:
 def _export(options: Export) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with _existing(options.store) as store:
-        records = store.records()
-        for number, group in enumerate(_groups(records, options.per_file)):
-            data = bundle([record for _, record in group], {"keys": [key.hex() for key, _ in group]})
-            (options.out / f"{number:05d}.safetensors").write_bytes(data)
+        for group in _groups(store.records(), options.per_file):
+            print(shard_path(options.out, write_shard(options.out, dict(group))[0]))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -74,9 +75,14 @@ def test_a_data_set_is_scored_once_and_a_run_finds_it(
     assert main(["stats", str(store)]) == 0
     assert json.loads(capsys.readouterr().out)["records"] == 7
     assert main(["export", str(store), "--out", str(tmp_path / "out"), "--per-file", "5"]) == 0
-    files = sorted((tmp_path / "out").iterdir())
+    files = [Path(line) for line in capsys.readouterr().out.split()]
     assert [len(unbundle(file.read_bytes())[0]["keys"]) for file in files] == [5, 2]
     assert load_file(files[0])["0.scores"].shape[1] == 6
+    shutil.copytree(tmp_path / "out", tmp_path / "elsewhere" / "shards")
+    assert main(["gc", str(tmp_path / "elsewhere")]) == 0
+    assert json.loads(capsys.readouterr().out)["adopted"] == 2
+    with RecordStore(tmp_path / "elsewhere") as opened:
+        assert CachedScorer(load, opened, identity=teacher.identity()).score([asked])
     capsys.readouterr()
     assert main(["verify", str(store)]) == 0
     (shard,) = (store / "shards").rglob("*.safetensors")
