@@ -1,6 +1,7 @@
 """The store: what is put in comes out, damaged or not at all; several processes; a size cap."""
 
 import errno
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -179,6 +180,27 @@ def test_a_full_disk_costs_the_cache_and_not_the_score(tmp_path: Path, monkeypat
         assert isinstance(record, TeacherRecord)
         assert [file for file in (tmp_path / "shards").rglob("*") if file.is_file()] == []
         assert store.stats().records == 0
+
+
+@pytest.mark.parametrize("limit", [1, 3000, 40_000])
+def test_a_system_that_lets_files_grow_no_more_costs_the_cache_and_not_the_score(tmp_path: Path, limit: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    requests = [make_request(number, length=50, design="systematic(16)") for number in range(30)]
+    with RecordStore(tmp_path) as store:
+        put(store, 50)
+        inner = CountingScorer()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            results = [cached(store, inner).score([request])[0] for request in (*requests, *requests)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for result, request in zip(results, (*requests, *requests), strict=True):
+            assert isinstance(result, TeacherRecord)
+            assert_same(result, score_one(request))
+        put(store, 51)
+        assert len(store.get([entry(50)[0], entry(51)[0]])) == 2
+        assert store.verify() == []
+        assert not list((tmp_path / "shards").rglob("*.part"))
 
 
 def test_a_full_index_costs_the_cache_and_not_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
