@@ -1,0 +1,29 @@
+"""Every notebook runs from its first cell to its last, in a short form."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_ends_with_its_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCOPD_NOTEBOOK_STEPS", "2")
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(path.parent)}}).execute()
+    assert "**Question:" in notebook.cells[0].source
+    (last,) = notebook.cells[-1].outputs
+    assert last.text.startswith("Answer: ")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_with_the_outputs_of_its_full_form(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+    assert cells[-1].outputs[0].text.startswith("Answer: ")
