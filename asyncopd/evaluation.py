@@ -25,18 +25,16 @@ EVALUATION_SEED = 20_011
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Held-out evaluation.
-
-    prompts         held-out prompts that are answered; 0 switches evaluation off
-    every           optimizer steps between evaluations; 0 evaluates before the first and after the last step only
-    max_new_tokens  longest answer; None takes the run's ``sampling.max_new_tokens``
-    batch           answers that are generated and compared at once
-    """
+    """Held-out evaluation."""
 
     prompts: int = 40
+    """Held-out prompts that are answered; 0 switches evaluation off."""
     every: int = 0
+    """Optimizer steps between evaluations; 0 evaluates before the first and after the last step only."""
     max_new_tokens: int | None = None
+    """Longest answer; None takes the run's ``sampling.max_new_tokens``."""
     batch: int = 20
+    """Answers that are generated and compared at once."""
 
     def __post_init__(self) -> None:
         for name, value, least in (

@@ -127,7 +127,7 @@ class _Run:
         ledger = self._open_ledger(checks, start)
         owner = self._owner(ledger, tracking, tracer)
         with owner.stop:
-            before = self._first_evaluation(evaluation, learner)
+            before = self._first_evaluation(evaluation, learner, start)
             owner.publisher.publish(start, learner.weights())
             if ledger.published_version < start or start == 0:
                 ledger.publish(start)
@@ -162,7 +162,7 @@ class _Run:
         if self.resume:
             folder = RunFolder.existing(config)
             stored = folder.config()
-            refuse_changes(stored, config)
+            refuse_changes(stored, config, self.inputs)
             config = stored
         else:
             folder, config = RunFolder.create(config)
@@ -215,12 +215,12 @@ class _Run:
             ids=ids,
         )
 
-    def _first_evaluation(self, evaluation: HeldOutEvaluation, learner: Learner) -> HeldOutLike | None:
-        """The figures before the first step; a resumed run has them already."""
+    def _first_evaluation(self, evaluation: HeldOutEvaluation, learner: Learner, start: int) -> HeldOutLike | None:
+        """The figures before the first step; a run resumed later on has them already, if it has any."""
         recorded = read_evaluations(self.folder.path)
-        if self.resume and recorded:
+        if recorded:
             return recorded[0]
-        return evaluation.outermost(learner.student, 0)
+        return evaluation.outermost(learner.student, 0) if start == 0 else None
 
     def _open_ledger(self, checks: Preflight, start: int) -> Ledger:
         """The sample queue: new, or rolled back to the checkpoint's version with the lost timeline cleared away."""
@@ -311,7 +311,7 @@ def ledger_plan(config: RunConfig, prompts: int) -> LedgerPlan:
         max_staleness=config.max_staleness,
         lag=config.lag,
         group_size=config.group_size,
-        shuffle=True,
+        shuffle=config.data.shuffle,
         selection=queue.selection,
         window_batches=queue.window_batches,
         requeue_too_old=queue.requeue_too_old,
@@ -319,10 +319,15 @@ def ledger_plan(config: RunConfig, prompts: int) -> LedgerPlan:
     )
 
 
-def refuse_changes(stored: RunConfig, asked: RunConfig) -> None:
-    """ConfigError naming the options of a resumed run that differ from what it was started with."""
+def refuse_changes(stored: RunConfig, asked: RunConfig, inputs: Inputs) -> None:
+    """ConfigError naming the options of a resumed run that differ from what it was started with.
+
+    Models in memory were saved into the run folder, so their paths differ and do not count.
+    """
+    saved = {"student": inputs.student, "teacher.model": inputs.teacher}
+    free = {"name", *(name for name, model in saved.items() if model is not None)}
     before, now = flat(stored), flat(asked)
-    changed = [name for name in before if name not in ("name",) and before[name] != now.get(name)]
+    changed = [name for name in before if name not in free and before[name] != now.get(name)]
     if changed:
         listed = ", ".join(f"{name}: {before[name]!r} -> {now.get(name)!r}" for name in changed)
         raise ConfigError(

@@ -28,34 +28,34 @@ _EXCERPT_CHARS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where the prompts come from and how they become token ids.
-
-    prompts             hub id, or a local .jsonl, .json or .parquet file; None where a data set is given in memory
-    subset              the hub data set's configuration, where it has several
-    split               the split of a hub data set
-    column              chat messages (a list of role and content), or plain text
-    text_as_message     whether plain text becomes the user's message of a chat; if not, it is continued as it stands
-    system_prompt       put before chats that have no system message
-    chat_template_args  a JSON object of further arguments to the chat template, ``{"enable_thinking": false}``
-    teacher_column      column that names each prompt's teacher; None sends all to the teacher "default"
-    max_prompt_tokens   longer prompts are skipped even where the context would hold them
-    held_out            source of the held-out prompts, read like ``prompts``
-    held_out_split      its split, on the hub
-    held_out_from_end   rows taken from the end of ``prompts`` instead, before anything is skipped
-    """
+    """Where the prompts come from and how they become token ids."""
 
     prompts: str | None = None
+    """Hub id, or a local .jsonl, .json or .parquet file; None where a data set is given in memory."""
     subset: str | None = None
+    """The hub data set's configuration, where it has several."""
     split: str = "train"
+    """The split of a hub data set."""
     column: str = "messages"
+    """Column of chat messages (a list of role and content), or of plain text."""
     text_as_message: bool = True
+    """Whether plain text becomes the user's message of a chat; if not, it is continued as it stands."""
     system_prompt: str | None = None
+    """System message, put before chats that have none."""
     chat_template_args: str = "{}"
+    """A JSON object of further arguments to the chat template, ``{"enable_thinking": false}``."""
     teacher_column: str | None = None
+    """Column that names each prompt's teacher; None sends all to the teacher "default"."""
+    shuffle: bool = True
+    """Whether each epoch takes the prompts in a new order; if not, all take that of the data set."""
     max_prompt_tokens: int | None = None
+    """Longer prompts are skipped even where the context would hold them."""
     held_out: str | None = None
+    """Source of the held-out prompts, read like ``prompts``."""
     held_out_split: str = "train"
+    """Split of ``held_out``, on the hub."""
     held_out_from_end: int = 0
+    """Rows taken from the end of ``prompts`` instead, before anything is skipped."""
 
     def __post_init__(self) -> None:
         if self.held_out_from_end < 0:

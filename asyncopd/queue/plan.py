@@ -9,24 +9,22 @@ from asyncopd.queue.selection import POLICIES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueConfig:
-    """The sample queue, as a recipe writes it.
-
-    batch_size          samples per optimizer step, over all ranks and micro-batches
-    max_staleness       optimizer steps between the oldest token of a sample and the step that trains it
-    selection           name of the policy that picks a batch: a key of ``asyncopd.queue.selection.POLICIES``
-    lease_s             seconds that a worker may stay silent before its work is handed to another
-    window_batches      how many batches of the oldest live samples ``windowed`` may pick from
-    requeue_too_old     whether a sample dropped for its age is generated again, as a new attempt
-    record              keep every payload, so that the run can be replayed
-    """
+    """The sample queue, as a recipe writes it."""
 
     batch_size: int = 64
+    """Samples per optimizer step, over all ranks and micro-batches."""
     max_staleness: int = 1
+    """Optimizer steps between the oldest token of a sample and the step that trains it."""
     selection: str = "strict"
+    """Name of the policy that picks a batch: a key of ``asyncopd.queue.selection.POLICIES``."""
     lease_s: float = 60.0
+    """Seconds that a worker may stay silent before its work is handed to another."""
     window_batches: int = 2
+    """How many batches of the oldest live samples ``windowed`` may pick from."""
     requeue_too_old: bool = False
+    """Whether a sample dropped for its age is generated again, as a new attempt."""
     record: bool = False
+    """Keep every payload, so that the run can be replayed."""
 
     def __post_init__(self) -> None:
         _at_least("batch_size", self.batch_size, 1, "samples per optimizer step")

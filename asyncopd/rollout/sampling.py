@@ -20,24 +20,22 @@ TOKEN_STREAM = "token"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How answers are sampled.
-
-    temperature     divides the logits; for all but greedy answers take a small one, such as 1e-4
-    top_p           smallest set of most likely tokens with at least this mass; 1 keeps all
-    top_k           number of most likely tokens; 0 keeps all
-    min_p           share of the most likely token's probability that a token must reach; 0 keeps all
-    min_new_tokens  tokens before which an answer may not end: EOS and stop tokens cannot be drawn
-    max_new_tokens  tokens after which an answer is cut (finish ``length``)
-    stop_token_ids  tokens that end an answer as EOS does
-    """
+    """How answers are sampled."""
 
     temperature: float = 1.0
+    """Divides the logits; for all but greedy answers take a small one, such as 1e-4."""
     top_p: float = 1.0
+    """Smallest set of most likely tokens with at least this mass; 1 keeps all."""
     top_k: int = 0
+    """Number of most likely tokens; 0 keeps all."""
     min_p: float = 0.0
+    """Share of the most likely token's probability that a token must reach; 0 keeps all."""
     min_new_tokens: int = 0
+    """Tokens before which an answer may not end: EOS and stop tokens cannot be drawn."""
     max_new_tokens: int = 128
+    """Tokens after which an answer is cut (finish ``length``)."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer as EOS does."""
 
     def __post_init__(self) -> None:
         _check(self.temperature > 0, "temperature", self.temperature, "above 0", "for greedy answers take 1e-4")
