@@ -57,4 +57,6 @@ def normalised(logits_RV: Tensor, temperature: float, *, first: int = 0) -> Logi
         shifted_RV /= temperature
     probs_RV = torch.softmax(shifted_RV, dim=-1)
     # exp(0) / z is the largest probability, so its logarithm gives z without another pass of exponentials.
-    return LogitRows(first=first, shifted_RV=shifted_RV, log_z_R=-probs_RV.amax(dim=-1).log(), probs_RV=probs_RV)
+    # The float32 sum inside softmax is off by up to 1e-5 over a large vocabulary, which their sum in float64 tells.
+    log_z_R = (probs_RV.sum(dim=-1, dtype=torch.float64).log() - probs_RV.amax(dim=-1).double().log()).float()
+    return LogitRows(first=first, shifted_RV=shifted_RV, log_z_R=log_z_R, probs_RV=probs_RV)

@@ -7,9 +7,10 @@ service_fraction        scored tokens a CPU second through client, HTTP and serv
 service_fraction_lean   the same over a forward pass with logits at response positions only, as the scorer needs them
 json_bytes_ratio_*      bytes of ``prompt_logprobs`` in JSON over ours for the same top-K. Wire: answer against answer
                         (request_bytes_per_token is what goes the other way). Disk: all files of a store of 2048 answers
-max_abs_error           nats, of every logprob that the service returns for a float32 teacher, against a float64
-                        log-softmax of the model's float32 logits in the same batch, at temperatures 0.6, 1.0 and 1.5
-max_abs_error_alone     the same against the logits of each answer in a batch of its own, which float32 rounds otherwise
+max_abs_error           nats, of every logprob that the service returns for a float32 teacher and its own candidates,
+                        against a float64 log-softmax of the model's float32 logits in the same batch, at temperatures
+                        0.6, 1.0 and 1.5; _alone: each answer's logits from a batch of its own, which float32 rounds
+                        otherwise; _unlikely: candidates of a flat student, whose logprobs of -100 float32 itself rounds
 hit_ms                  median milliseconds for one cached answer
 
 CPU seconds of the whole process (client and service are in it) are counted, not wall time, so that a busy machine blurs
@@ -251,30 +252,36 @@ def prompt_logprobs(result: TeacherRecord, request: ScoreRequest, tokenizer: Pre
 def errors(chosen: argparse.Namespace, texts: torch.Tensor) -> dict[str, float]:
     """Largest errors (nats) of what a service with a float32 teacher returns for the first two answers."""
     model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32).eval()
-    worst, worst_alone = 0.0, 0.0
+    worst = {"max_abs_error": 0.0, "max_abs_error_alone": 0.0, "max_abs_error_unlikely": 0.0}
     for temperature in (0.6, 1.0, 1.5):
         identity = identify_checkpoint(chosen.model, temperature=temperature, dtype="fp32")
         vocabulary = identity.tokenizer.vocabulary
         scorer = TransformersScorer(model, vocabulary=vocabulary, temperature=temperature)
-        asked = requests_of(texts[:2], chosen, vocabulary, draw=None, temperature=temperature)
+        spec = f"systematic({chosen.k})"
+        likely = requests_of(texts[:2], chosen, vocabulary, draw=spec, temperature=temperature)
+        unlikely = requests_of(texts[:2], chosen, vocabulary, draw=None, temperature=temperature)
         with serving(scorer, identity) as client:
-            records = client.score(asked)
+            records, unlikely_records = client.score(likely), client.score(unlikely)
         head = CausalHead(model, vocabulary)
         rows = head.hidden(texts[:2, :-1].tolist())[:, chosen.prompt - 1 :].flatten(0, 1)
         together = torch.cat([head.logits(part) for part in rows.split(HEAD_ROWS)]).unflatten(0, (2, -1))
-        for ids, logits, request, record in zip(texts, together, asked, records, strict=False):
-            assert isinstance(record, TeacherRecord), record
-            alone = model(ids[None], use_cache=False).logits[0, chosen.prompt - 1 : -1, :vocabulary]
-            worst = max(worst, distance(record, request, logits, temperature))
-            worst_alone = max(worst_alone, distance(record, request, alone, temperature))
-    return {"max_abs_error": worst, "max_abs_error_alone": worst_alone}
+        for number, (logits, request) in enumerate(zip(together, likely, strict=True)):
+            alone = model(texts[number][None], use_cache=False).logits[0, chosen.prompt - 1 : -1, :vocabulary]
+            for name, found, against in (
+                ("max_abs_error", records[number], logits),
+                ("max_abs_error_alone", records[number], alone),
+                ("max_abs_error_unlikely", unlikely_records[number], logits),
+            ):
+                worst[name] = max(worst[name], distance(found, request, against, temperature))
+    return worst
 
 
-def distance(record: TeacherRecord, request: ScoreRequest, logits: torch.Tensor, temperature: float) -> float:
+def distance(record: object, request: ScoreRequest, logits: torch.Tensor, temperature: float) -> float:
     """Largest difference (nats) from a float64 log-softmax of float32 logits [T, V]."""
+    assert isinstance(record, TeacherRecord), record
     log_q = torch.log_softmax(logits.double() / temperature, dim=-1)
     own = log_q.gather(1, request.response_ids_T.long()[:, None])[:, 0]
-    scored = record.of_origin("student")
+    (scored,) = record.sets
     assert scored.log_q_TC is not None
     candidates = (scored.log_q_TC - log_q.gather(1, scored.ids_TC.long())).abs().max()
     return max(float((record.log_q_T - own).abs().max()), float(candidates))
