@@ -191,8 +191,9 @@ class Chaos:
         """The point for a life, one that it can come to; None for kills at random moments only."""
         if self.figures.kills.total() >= wanted or self.random.random() < 0.25:
             return None
-        begun = (run_dir / "ledger.sqlite").exists()
-        return next(found for found in self._points if begun != (found[1] == "ledger_tables"))
+        if not (run_dir / "ledger.sqlite").exists():
+            return ("learner", "ledger_tables") if self.random.random() < 0.2 else None
+        return next(found for found in self._points if found[1] != "ledger_tables")
 
     def life(self, config: RunConfig, log: Path, wanted: int, armed: tuple[str, str] | None) -> int | None:
         """Start or resume, kill, wait for the end of every process; the learner's exit status, None if it hung."""
