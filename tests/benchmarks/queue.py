@@ -5,11 +5,14 @@ samples_per_s       through admit, roll, score, lease and commit, by processes a
 cpu_us_a_sample     CPU time of all processes together for the same, which other work on the machine disturbs less
 growth_10k_to_1m    CPU time of one sample with 1,000,000 rows in the ledger over that with 10,000 (ledger calls only)
 step_share          share of an optimizer step of --step-s seconds that the queue takes for --batch-size samples
-ratio_to_transferqueue      samples/s over TransferQueue's with the same payloads; null: there is no driver for it yet
+ratio_to_transferqueue      samples/s over TransferQueue's with the same payloads, by case; what that compares is in
+                    tests.benchmarks.transferqueue_driver. null if the packages transferqueue and ray are not installed
+transferqueue_samples_per_s     the same for TransferQueue; null likewise
 policies            selection policies on long-tailed lengths, in simulated time (tests.benchmarks.queue_policies)
 """
 
 import argparse
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -163,8 +166,21 @@ def seconds_a_sample(rows: int, measured_steps: int, rounds: int) -> float:
         shutil.rmtree(folder)
 
 
+def compare(speeds: dict[str, float], runs: dict[str, tuple[int, int, int]]) -> dict[str, Any]:
+    """TransferQueue's samples a second and the ratios to it; nothing, with the reason on stderr, if there is none."""
+    missing = [name for name in ("transfer_queue", "ray") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"ratio_to_transferqueue is null: {', '.join(missing)} cannot be imported", file=sys.stderr)
+        return {"ratio_to_transferqueue": None, "transferqueue_samples_per_s": None}
+    from tests.benchmarks.transferqueue_driver import transferqueue_speeds
+
+    theirs = transferqueue_speeds(runs, BATCH, plan_of(1).max_staleness + 1)
+    ratios = {case: speeds[case.split(", puts")[0]] / rate for case, rate in theirs.items()}
+    return {"ratio_to_transferqueue": ratios, "transferqueue_samples_per_s": theirs}
+
+
 def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | None, batch_size: int) -> dict[str, Any]:
-    speeds, cpu = {}, {}
+    speeds, cpu, runs = {}, {}, {}
     with tempfile.TemporaryDirectory(prefix="queue-bench-") as parent:
         for size, name in ((10 * KB, "10 kB"), (MB, "1 MB")):
             for processes in (1, 2, 4):
@@ -172,6 +188,7 @@ def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | No
                 folder = Path(parent) / case.replace(" ", "")
                 folder.mkdir()
                 count = steps if size < MB else max(2, steps // 10)
+                runs[case] = (processes, size, count)
                 speeds[case], cpu[case] = run_processes(folder, processes, size, count)
     costs = {str(count): seconds_a_sample(count, measured_steps, rounds=4) for count in rows}
     share = None if step_s is None else batch_size / speeds["1 processes, 10 kB"] / step_s
@@ -181,7 +198,7 @@ def measure(steps: int, measured_steps: int, rows: list[int], step_s: float | No
         "cpu_us_a_sample_by_rows": {count: cost * 1e6 for count, cost in costs.items()},
         "growth_10k_to_1m": costs[str(rows[-1])] / costs[str(rows[0])],
         "step_share": share,
-        "ratio_to_transferqueue": None,
+        **compare(speeds, runs),
         "policies": simulate_all(),
     }
 
