@@ -18,7 +18,7 @@ Comparable: payload bytes, samples in flight, batch, polling of idle workers (2 
 TransferQueue keeps payloads in the memory of its storage processes, so that a kill loses all since the last checkpoint
 asked for by hand (none here); it checks no checksum, takes nothing back from a dead worker, and knows no staleness. The
 ledger pays for all these. Each call of TransferQueue in turn crosses to a controller and two storage processes (its
-defaults), which can serve other machines and here compete with the workers for CPUs; the ledger is files on one machine.
+defaults), which can serve other machines and here compete with the workers for CPUs; the ledger is files on one.
 """
 
 import os
