@@ -22,7 +22,6 @@ from teacher_cache.scorer import Scorer
 from teacher_cache.scripted_scorer import ScriptedScorer
 from teacher_cache.store import RecordStore
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOKEN_VARIABLE = "TEACHER_CACHE_TOKEN"
 _GIGABYTE = 10**9
 _HANDSHAKE_S = 60.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from asyncopd.config import RunConfig
+from asyncopd.learner.step import DTYPES
 from asyncopd.objectives import build_objective
 from asyncopd.prompts import read_prompts
 from asyncopd.publish import WeightStore
@@ -17,7 +18,7 @@ from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
 from asyncopd.supervisor import WorkerSpec
-from asyncopd.teachers import DTYPES, build_scorer, device
+from asyncopd.teachers import build_scorer, device
 
 
 def worker_specs(config: RunConfig) -> list[WorkerSpec]:

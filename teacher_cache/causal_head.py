@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from teacher_cache.errors import ScoringError
 from teacher_cache.logit_rows import LogitRows, normalised
@@ -18,6 +18,16 @@ HEAD_ROWS = 128
 
 CPU_ROWS = 16
 """Rows normalised at once on a CPU: few enough that several float32 passes over them stay in the processor's cache."""
+
+
+def logit_transform(model: PreTrainedConfig) -> tuple[float, float | None]:
+    """What a model does to its logits: a factor, then a soft-cap (``cap * tanh(logits / cap)``) or None.
+
+    Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, Gemma caps.
+    """
+    known = model.get_text_config(decoder=True).to_dict()
+    factor = float(known.get("logit_scale") or 1.0) / float(known.get("logits_scaling") or 1.0)
+    return factor, known.get("final_logit_softcapping")
 
 
 class CausalHead:
@@ -30,11 +40,9 @@ class CausalHead:
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         config = model.config.get_text_config(decoder=True)
-        known = config.to_dict()
         self._model = model
         self._vocabulary = vocabulary
-        self._scale = float(known.get("logit_scale") or 1.0) / float(known.get("logits_scaling") or 1.0)
-        self._softcap: float | None = known.get("final_logit_softcapping")
+        self._scale, self._softcap = logit_transform(config)
         self.max_context: int = config.max_position_embeddings
         if not 0 < vocabulary <= config.vocab_size:
             raise ScoringError(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from teacher_cache.causal_head import logit_transform
+
 ChunkLoss = Callable[[slice, Tensor], Tensor]
 """``loss(rows, log_p_tC)``: the scaled, summed loss (scalar) of the tokens ``rows`` of the micro-batch."""
 
@@ -41,15 +43,13 @@ class HeadShape:
     def of(
         cls, model: PretrainedConfig, *, vocabulary: int, temperature: float = 1.0, chunk_bytes: int = 64 * 2**20
     ) -> "HeadShape":
-        """The shape for a model, from the names under which its configuration scales and caps logits."""
-        known = model.get_text_config(decoder=True).to_dict()
-        scale = known.get("logit_scale") or 1.0
+        """The shape for a model."""
+        factor, softcap = logit_transform(model)
         return cls(
             vocabulary=vocabulary,
             temperature=temperature,
-            # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
-            logit_scale=scale / (known.get("logits_scaling") or 1.0),
-            softcap=known.get("final_logit_softcapping"),
+            logit_scale=factor,
+            softcap=softcap,
             chunk_bytes=chunk_bytes,
         )
 
