@@ -1,0 +1,160 @@
+"""A step's loss and gradient are those of its tokens, however the tokens are batched, padded, ordered or masked."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from asyncopd.learner.batching import collate, plan_micro_batches
+from asyncopd.learner.head import HeadShape
+from asyncopd.learner.module import StudentModule
+from asyncopd.learner.step import Learner, LearnerConfig
+from asyncopd.objectives import ObjectiveConfig, build_objective
+from asyncopd.types import Rollout, ScoredRollout
+from teacher_cache.record import CandidateSet, TeacherRecord
+from tests.conftest import EOS, VOCABULARY, make_tiny_llama
+
+CANDIDATES = 6
+OBJECTIVE = build_objective(ObjectiveConfig(name="reverse_kl", design=f"systematic({CANDIDATES})"))
+
+
+def _sample(index: int, prompt: int, response: int) -> ScoredRollout:
+    """An answer that ends with EOS, with made-up candidates and scores."""
+    generator = torch.Generator().manual_seed(index)
+
+    def logprobs(*shape: int) -> Tensor:
+        return -5 * torch.rand(*shape, generator=generator)
+
+    ids_T = torch.randint(VOCABULARY, (response,), generator=generator, dtype=torch.int32)
+    ids_T[-1] = EOS
+    candidates = CandidateSet(
+        origin="student",
+        design=f"systematic({CANDIDATES})",
+        temperature=1.0,
+        version=0,
+        ids_TC=torch.randint(VOCABULARY, (response, CANDIDATES), generator=generator, dtype=torch.int32),
+        log_w_TC=torch.rand(response, CANDIDATES, generator=generator),
+        log_q_TC=logprobs(response, CANDIDATES),
+    )
+    rollout = Rollout(
+        uid=f"0-{index}-0-0",
+        prompt_ids=tuple(torch.randint(VOCABULARY, (prompt,), generator=generator).tolist()),
+        response_ids_T=ids_T,
+        versions_T=torch.zeros(response, dtype=torch.int32),
+        log_b_T=logprobs(response),
+        finish="eos",
+        candidates=candidates,
+    )
+    record = TeacherRecord(
+        temperature=1.0,
+        teacher="default",
+        log_q_T=logprobs(response),
+        entropy_T=-logprobs(response),
+        sets=(candidates,),
+    )
+    return ScoredRollout(rollout=rollout, record=record)
+
+
+SAMPLES = [_sample(index, 3 + index % 4, 2 + 3 * (index % 3)) for index in range(7)]
+
+
+def _gradients(samples: list[ScoredRollout], token_budget: int, pad_id: int = EOS) -> tuple[float, dict[str, Tensor]]:
+    """Loss and float64 gradient of a token mean over ``samples`` in micro-batches of ``token_budget``."""
+    model = make_tiny_llama(1, layers=2).double()
+    module = StudentModule(model, OBJECTIVE, HeadShape(vocabulary=VOCABULARY, compute_dtype=torch.float64))
+    lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
+    micros = [
+        collate([samples[i] for i in group], version=0, origins=["student"], pad_id=pad_id, device=torch.device("cpu"))
+        for group in plan_micro_batches(lengths, token_budget)
+    ]
+    tokens = sum(len(micro.state_T) for micro in micros)
+    loss = 0.0
+    for micro in micros:
+        result = module(micro, torch.full((len(micro.state_T),), 1 / tokens, dtype=torch.float64))
+        result.loss.backward()
+        loss += result.loss.item()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("budget", [1, 20, 45])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_split_and_order_of_a_step_do_not_change_loss_or_gradient(budget: int, seed: int) -> None:
+    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(seed)).tolist()
+    whole_loss, whole = _gradients(SAMPLES, 10_000)
+    split_loss, split = _gradients([SAMPLES[i] for i in order], budget)
+    assert split_loss == pytest.approx(whole_loss, abs=1e-12)
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], atol=1e-10, rtol=1e-10)
+
+
+def test_the_pad_id_touches_nothing_and_eos_is_trained() -> None:
+    """pad == eos in SmolLM2: a mask by pad id would leave every EOS untrained."""
+    loss, gradients = _gradients(SAMPLES, 10_000, pad_id=EOS)
+    other_loss, others = _gradients(SAMPLES, 10_000, pad_id=7)
+    assert loss == pytest.approx(other_loss, abs=1e-12)
+    for name in gradients:
+        torch.testing.assert_close(gradients[name], others[name], atol=1e-12, rtol=1e-12)
+    micro = collate(SAMPLES, version=0, origins=["student"], pad_id=EOS, device=torch.device("cpu"))
+    assert len(micro.state_T) == sum(len(s.rollout.response_ids_T) for s in SAMPLES)
+    assert (micro.sampled_T == EOS).sum() >= len(SAMPLES)
+
+
+def test_a_token_is_read_from_the_state_before_it() -> None:
+    model = make_tiny_llama(1, layers=2).double()
+    module = StudentModule(model, OBJECTIVE, HeadShape(vocabulary=VOCABULARY, compute_dtype=torch.float64))
+    micro = collate(SAMPLES, version=0, origins=["student"], pad_id=0, device=torch.device("cpu"))
+    own_T = module.logprobs(micro)[:, 0]
+    naive = []
+    for sample in SAMPLES:
+        sequence = [*sample.rollout.prompt_ids, *sample.rollout.response_ids_T.tolist()]
+        for place in range(len(sample.rollout.prompt_ids), len(sequence)):
+            with torch.no_grad():
+                logits_V = model(torch.tensor([sequence[:place]])).logits[0, -1, :VOCABULARY]
+            naive.append(logits_V.log_softmax(-1)[sequence[place]])
+    torch.testing.assert_close(own_T, torch.stack(naive), atol=1e-10, rtol=1e-10)
+
+
+def _masked(sample: ScoredRollout, positions: list[int]) -> ScoredRollout:
+    """The sample without a score at one candidate of each of ``positions``."""
+    (candidates,) = sample.record.sets
+    assert candidates.log_q_TC is not None
+    scores_TC = candidates.log_q_TC.clone()
+    scores_TC[positions, 2] = math.nan
+    return ScoredRollout(rollout=sample.rollout, record=replace(sample.record, sets=(candidates.scored(scores_TC),)))
+
+
+def test_one_missing_score_masks_its_whole_position_and_no_other() -> None:
+    micro = collate([_masked(SAMPLES[2], [1, 4])], version=0, origins=["student"], pad_id=0, device=torch.device("cpu"))
+    kept = [t for t in range(len(SAMPLES[2].rollout.response_ids_T)) if t not in (1, 4)]
+    assert micro.sampled_T.tolist() == SAMPLES[2].rollout.response_ids_T[kept].tolist()
+
+
+def test_a_step_without_a_valid_token_leaves_the_student_as_it_is() -> None:
+    model = make_tiny_llama(1, layers=2)
+    before = copy.deepcopy(model.state_dict())
+    learner = Learner(
+        model,
+        OBJECTIVE,
+        LearnerConfig(dtype="fp32", warmup_steps=0),
+        accelerator=Accelerator(cpu=True),
+        steps=2,
+        shape=HeadShape(vocabulary=VOCABULARY),
+        pad_id=0,
+    )
+    empty = [_masked(s, list(range(len(s.rollout.response_ids_T)))) for s in SAMPLES[:2]]
+    metrics = learner.step(empty, 0)
+    assert (metrics["tokens"], metrics["grad_norm"]) == (0, 0)
+    assert all(torch.equal(before[name], weight) for name, weight in learner.student.state_dict().items())
+
+
+def test_micro_batches_hold_every_sequence_once_within_the_budget() -> None:
+    lengths = [5, 90, 17, 17, 3, 40, 200]
+    plan = plan_micro_batches(lengths, 100)
+    assert sorted(index for group in plan for index in group) == list(range(7))
+    padded = [len(group) * max(lengths[index] for index in group) for group in plan]
+    assert all(size <= 100 for size, group in zip(padded, plan, strict=True) if len(group) > 1)
+    assert [6] in plan  # longer than the budget: alone
