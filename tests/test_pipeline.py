@@ -2,6 +2,8 @@
 
 import json
 import math
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,3 +211,17 @@ def test_scripted_engine_and_scorer_drive_a_run_without_rollout_or_teacher_model
     assert result.summary is not None
     assert result.summary.samples is not None
     assert result.summary.samples.trained == 48
+
+
+@pytest.mark.parametrize(("weights", "spanning"), [("keep", True), ("drain", False)])
+def test_an_answer_spans_versions_where_weights_are_kept_and_never_where_they_are_drained(
+    weights: str, spanning: bool, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = tiny_config(tmp_path, *models, mode="async", steps=20, evaluation=EvaluationConfig(prompts=0))
+    sampling = replace(config.rollout.sampling, min_new_tokens=60, max_new_tokens=60)
+    result = run(replace(config, rollout=replace(config.rollout, weights=weights, sampling=sampling)))
+    with closing(sqlite3.connect(result.path / "ledger.sqlite")) as ledger:
+        spans = ledger.execute("SELECT newest_version - oldest_version FROM samples WHERE state = 6").fetchall()
+    assert len(spans) == 160
+    assert (max(spans) > (0,)) == spanning
