@@ -12,6 +12,9 @@ from teacher_cache.record import CandidateSet, TeacherRecord
 
 FinishReason = Literal["eos", "length"]
 
+NO_VERSION = -1
+"""``versions_T`` of a token that no student sampled: a teacher's, or one of a data set."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
@@ -47,11 +50,13 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """One answer of the student, as sampled.
+    """One answer of the student, as sampled; or one that no student wrote.
 
     response_ids_T  int32 token ids, EOS included where it was sampled
-    versions_T      int32 policy version that sampled each token
-    log_b_T         float32 logprob (nats) of each token under the distribution it was drawn from
+    versions_T      int32 policy version that sampled each token; NO_VERSION where none did: such a token has no
+                    staleness, and only teacher-drawn and whole-vocabulary sets may be trained on it
+    log_b_T         float32 logprob (nats) of each token under the distribution it was drawn from; NaN where versions_T
+                    is NO_VERSION
     candidates      student-drawn candidate set without teacher scores, or None where the objective needs none
     """
 
