@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncopd.objectives import valid_positions
 from asyncopd.objectives.tokens import Candidates, Tokens
-from asyncopd.types import ScoredRollout
+from asyncopd.types import NO_VERSION, ScoredRollout
 from teacher_cache.record import Origin
 
 
@@ -37,7 +37,7 @@ class MicroBatch:
     sampled_T       int64 id of the rollout's own token
     log_q_T, log_b_T   float32 teacher and behaviour logprobs (nats) of the sampled tokens
     sequence_T      int64 index of the sequence within the micro-batch
-    staleness_T     int64 policy versions
+    staleness_T     int64 policy versions; NO_VERSION where no student sampled the token
     blocks          the candidate sets
     """
 
@@ -143,7 +143,7 @@ def collate(
         log_q_T=_joined([r.log_q_T for r in records], valid).to(device),
         log_b_T=_joined([r.log_b_T for r in rollouts], valid).to(device),
         sequence_T=sequence_T.to(device),
-        staleness_T=(version - versions).to(device),
+        staleness_T=(version - versions).where(versions != NO_VERSION, NO_VERSION).to(device),
         blocks=tuple(_block(samples, origin, valid, device) for origin in sorted(origins)),
     )
 

@@ -16,10 +16,12 @@ from asyncopd.learner.module import StudentModule
 from asyncopd.objectives import Objective, StepContext, by_staleness
 from asyncopd.objectives.reduction import token_scales
 from asyncopd.objectives.tokens import Candidates, Tokens
-from asyncopd.types import ScoredRollout
+from asyncopd.types import NO_VERSION, ScoredRollout
 
 STALENESS = "staleness"
 """Name under which the tokens' ages travel with their metrics."""
+OF_BEHAVIOUR = ("logprob_gap", "log_ratio")
+"""Metrics that only a token that a student sampled has."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -205,9 +207,12 @@ class Learner:
             return {}
         values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         staleness_T = values.pop(STALENESS)
-        return {name: float(value_T.double().mean()) for name, value_T in values.items()} | by_staleness(
-            values, staleness_T
-        )
+        sampled_T = staleness_T != NO_VERSION
+        of_sampled = {name: values[name][sampled_T] for name in OF_BEHAVIOUR if name in values}
+        means = {
+            name: float(value_T.double().mean()) for name, value_T in (values | of_sampled).items() if len(value_T)
+        }
+        return means | by_staleness(values, staleness_T)
 
 
 def _concatenated(parts: Sequence[Tokens]) -> Tokens:

@@ -14,7 +14,7 @@ from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import StudentModule
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.objectives import ObjectiveConfig, build_objective
-from asyncopd.types import Rollout, ScoredRollout
+from asyncopd.types import NO_VERSION, Rollout, ScoredRollout
 from teacher_cache.record import CandidateSet, TeacherRecord
 from tests.conftest import EOS, VOCABULARY, make_tiny_llama
 
@@ -158,3 +158,34 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget() -> None:
     padded = [len(group) * max(lengths[index] for index in group) for group in plan]
     assert all(size <= 100 for size, group in zip(padded, plan, strict=True) if len(group) > 1)
     assert [6] in plan  # longer than the budget: alone
+
+
+def test_tokens_that_no_student_sampled_train_alike_and_have_no_staleness_and_no_logprob_gap() -> None:
+    def foreign(sample: ScoredRollout) -> ScoredRollout:
+        rollout = sample.rollout
+        versions_T = torch.full_like(rollout.versions_T, NO_VERSION)
+        unknown_T = torch.full_like(rollout.log_b_T, math.nan)
+        return replace(sample, rollout=replace(rollout, versions_T=versions_T, log_b_T=unknown_T))
+
+    def trained(samples: list[ScoredRollout]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        learner = Learner(
+            make_tiny_llama(1, layers=2),
+            OBJECTIVE,
+            LearnerConfig(dtype="fp32", warmup_steps=0),
+            accelerator=Accelerator(cpu=True),
+            steps=2,
+            shape=HeadShape(vocabulary=VOCABULARY),
+            pad_id=0,
+        )
+        return learner.step(samples, 3), learner.weights()
+
+    own, own_weights = trained(SAMPLES)
+    none, none_weights = trained([foreign(sample) for sample in SAMPLES])
+    mixed, _ = trained([*SAMPLES[:3], *(foreign(sample) for sample in SAMPLES[3:])])
+    assert all(torch.equal(own_weights[name], weight) for name, weight in none_weights.items())
+    assert own["loss"] == none["loss"]
+    assert own["logprob_gap"] > 0
+    assert "logprob_gap" not in none
+    assert not any("staleness" in name for name in none)
+    assert all(math.isfinite(value) for value in mixed.values())
+    assert mixed["tokens/staleness_3-4"] == sum(len(s.rollout.response_ids_T) for s in SAMPLES[:3])
