@@ -7,22 +7,20 @@ Versions may skip numbers; a reader takes the newest whole one or the one it was
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from asyncopd.errors import CheckpointError
+from asyncopd.publish.stream import Weights, write_safetensors
 from asyncopd.storage import sync_file
 
 
 class WeightPublisher(Protocol):
     """Makes policy versions available to the rollout pool."""
 
-    def publish(self, version: int, weights: Mapping[str, Tensor]) -> Path:
+    def publish(self, version: int, weights: Weights) -> Path:
         """Make ``version`` durable and visible; returns the folder that an engine loads. Idempotent."""
 
     def directory(self, version: int) -> Path:
@@ -49,7 +47,7 @@ class WeightStore:
         self.root = run_dir / "weights"
         self.dtype = dtype
 
-    def publish(self, version: int, weights: Mapping[str, Tensor]) -> Path:
+    def publish(self, version: int, weights: Weights) -> Path:
         """Write beside, then rename: a reader never sees half a version."""
         target = self._path(version)
         if target.exists():
@@ -57,7 +55,7 @@ class WeightStore:
         staging = self.root / f".writing-{version}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        save_file({name: self._stored(tensor) for name, tensor in weights.items()}, staging / "model.safetensors")
+        write_safetensors(staging / "model.safetensors", weights, self.dtype)
         os.replace(staging, target)
         return target
 
@@ -103,9 +101,3 @@ class WeightStore:
         doomed = self.root / f".deleting-{version}"
         os.replace(self._path(version), doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-    def _stored(self, tensor: Tensor) -> Tensor:
-        detached = tensor.detach()
-        if self.dtype is not None and detached.is_floating_point():
-            detached = detached.to(self.dtype)
-        return detached.contiguous().cpu()
