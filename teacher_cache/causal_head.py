@@ -4,7 +4,7 @@ Shape suffixes: N sequences, L positions, R rows (positions at which logits are 
 V real vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,8 +30,46 @@ def logit_transform(model: PreTrainedConfig) -> tuple[float, float | None]:
     return factor, known.get("final_logit_softcapping")
 
 
-class CausalHead:
-    """Exact logits of a transformers model at chosen positions, without ever holding [tokens, vocabulary].
+class LogitHead:
+    """Exact distributions from final hidden states, without ever holding [tokens, vocabulary].
+
+    project      hidden states [R, H] to the head's own logits [R, head rows]
+    config       of the model: its scale, soft-cap and context
+    vocabulary   real token ids; head rows beyond them are left out
+    """
+
+    def __init__(self, project: Callable[[Tensor], Tensor], config: PreTrainedConfig, vocabulary: int) -> None:
+        text = config.get_text_config(decoder=True)
+        self._project = project
+        self._scale, self._softcap = logit_transform(text)
+        self.max_context: int = text.max_position_embeddings
+        self.vocabulary = vocabulary
+        if not 0 < vocabulary <= text.vocab_size:
+            raise ScoringError(
+                f"vocabulary is {vocabulary}; the model's head has {text.vocab_size} rows: give len(tokenizer)"
+            )
+
+    @torch.no_grad()
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Logits [R, V] in the model's dtype, scaled and soft-capped, before any temperature."""
+        logits_RV = self._project(hidden_RH)[:, : self.vocabulary]
+        if self._scale != 1:
+            logits_RV = logits_RV * self._scale
+        if self._softcap is not None:
+            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
+        return logits_RV
+
+    def distributions(self, hidden_RH: Tensor, temperature: float) -> Iterator[LogitRows]:
+        """Distributions at the rows in order, a few rows at a time."""
+        for first in range(0, len(hidden_RH), HEAD_ROWS):
+            logits_RV = self.logits(hidden_RH[first : first + HEAD_ROWS])
+            rows = CPU_ROWS if logits_RV.device.type == "cpu" else HEAD_ROWS
+            for offset in range(0, len(logits_RV), rows):
+                yield normalised(logits_RV[offset : offset + rows], temperature, first=first + offset)
+
+
+class CausalHead(LogitHead):
+    """A transformers model: its body, and its head where logits are wanted.
 
     vocabulary   real token ids; head rows beyond them are left out
 
@@ -39,20 +77,9 @@ class CausalHead:
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
-        config = model.config.get_text_config(decoder=True)
         self._model = model
-        self._vocabulary = vocabulary
-        self._scale, self._softcap = logit_transform(config)
-        self.max_context: int = config.max_position_embeddings
-        if not 0 < vocabulary <= config.vocab_size:
-            raise ScoringError(
-                f"vocabulary is {vocabulary}; the model's head has {config.vocab_size} rows: give len(tokenizer)"
-            )
+        super().__init__(lambda hidden_RH: model.get_output_embeddings()(hidden_RH), model.config, vocabulary)
         self._check()
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
 
     @torch.no_grad()
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -68,30 +95,12 @@ class CausalHead:
         return body(input_ids=ids_NL.to(self._model.device), use_cache=False).last_hidden_state
 
     @torch.no_grad()
-    def logits(self, hidden_RH: Tensor) -> Tensor:
-        """Logits [R, V] in the model's dtype, scaled and soft-capped, before any temperature."""
-        logits_RV = self._model.get_output_embeddings()(hidden_RH)[:, : self._vocabulary]
-        if self._scale != 1:
-            logits_RV = logits_RV * self._scale
-        if self._softcap is not None:
-            logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
-        return logits_RV
-
-    def distributions(self, hidden_RH: Tensor, temperature: float) -> Iterator[LogitRows]:
-        """Distributions at the rows in order, a few rows at a time."""
-        for first in range(0, len(hidden_RH), HEAD_ROWS):
-            logits_RV = self.logits(hidden_RH[first : first + HEAD_ROWS])
-            rows = CPU_ROWS if logits_RV.device.type == "cpu" else HEAD_ROWS
-            for offset in range(0, len(logits_RV), rows):
-                yield normalised(logits_RV[offset : offset + rows], temperature, first=first + offset)
-
-    @torch.no_grad()
     def _check(self) -> None:
         """An architecture that does something else to its logits must not be scored wrongly in silence."""
-        probe = [0, min(1, self._vocabulary - 1)]
+        probe = [0, min(1, self.vocabulary - 1)]
         own_RV = self.logits(self.hidden([probe])[0]).float()
         ids = torch.tensor([probe], device=self._model.device)
-        given_RV = self._model(input_ids=ids, use_cache=False).logits[0, :, : self._vocabulary].float()
+        given_RV = self._model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary].float()
         apart = float((own_RV - given_RV).abs().max())
         if not apart <= 1e-3 * float(given_RV.abs().max()):
             raise ScoringError(

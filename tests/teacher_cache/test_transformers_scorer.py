@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreT
 from transformers.models.gemma2 import Gemma2ForCausalLM
 from transformers.models.granite import GraniteForCausalLM
 
+from teacher_cache.causal_scorer import in_batches
 from teacher_cache.designs import draw_candidates, parse_design
 from teacher_cache.designs.two_phase import TwoPhase
 from teacher_cache.errors import DesignError, ScoringError
@@ -87,15 +88,14 @@ def test_batch_composition_and_budget_do_not_matter(tiny_model_dir: Path) -> Non
             assert one.of_origin("teacher").ids_TC.tolist() == other.of_origin("teacher").ids_TC.tolist()
 
 
-def test_batches_respect_the_token_budget_and_take_like_lengths(tiny_llama_dir: Path) -> None:
-    scoring = scorer(tiny_llama_dir, batch_tokens=60)
+def test_batches_respect_the_token_budget_and_take_like_lengths() -> None:
     requests = [request(*lengths, seed=seed) for lengths in LENGTHS for seed in range(3)]
     seen = []
-    for batch in scoring._batches(requests, list(range(len(requests)))):
+    for batch in in_batches(requests, 60):
         lengths = [len(requests[index].prompt_ids) + len(requests[index].response_ids_T[:-1]) for index in batch]
         assert len(batch) == 1 or max(lengths) * len(batch) <= 60
         seen += batch
-    assert sorted(seen) == list(range(len(requests)))
+    assert sorted(seen) == [place for place, asked in enumerate(requests) if len(asked.response_ids_T)]
 
 
 def test_an_empty_answer_has_an_empty_record(tiny_llama_dir: Path) -> None:
