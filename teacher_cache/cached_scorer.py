@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from teacher_cache.codec import PackedRecord, pack_record, unpack_record
+from teacher_cache.bundle import PackedRecord
+from teacher_cache.codec import pack_record, unpack_record
 from teacher_cache.errors import CodecError, ScoringError
 from teacher_cache.identity import TeacherIdentity
 from teacher_cache.key import record_key

@@ -7,16 +7,12 @@ set only what the request does not say already: nothing for candidates that the 
 that the scorer drew or kept.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
+from teacher_cache.bundle import PackedRecord
 from teacher_cache.errors import CodecError, RecordError
 from teacher_cache.record import CandidateSet, TeacherRecord
 from teacher_cache.scorer import ScoreRequest
@@ -26,26 +22,6 @@ PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat
 
 RELATIVE_ERROR = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """A stored score differs from the teacher's by at most this times its size (nats), plus 2^-25 in fp16."""
-
-BUNDLE = 1
-"""Version of the layout; another one is refused."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedRecord:
-    """A record, or the error in its place, ready to be written.
-
-    told      plain values for a JSON header
-    tensors   by name
-    """
-
-    told: dict[str, Any]
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def id_bytes(vocabulary: int) -> int:
@@ -170,35 +146,3 @@ def _distinct_rows(log_w_TC: Tensor) -> Tensor:
     if len(log_w_TC) and bool((log_w_TC == log_w_TC[:1]).all()):
         return log_w_TC[:1].contiguous()
     return log_w_TC.contiguous()
-
-
-def bundle(records: Sequence[PackedRecord], told: Mapping[str, Any]) -> bytes:
-    """Several packed records as one safetensors file; tensor ``scores`` of the third is ``2.scores``."""
-    header = {"bundle": BUNDLE, **told, "records": [record.told for record in records]}
-    # save() refuses tensors that share memory, which slices of one batch do.
-    tensors = {
-        f"{place}.{name}": tensor.contiguous().clone()
-        for place, record in enumerate(records)
-        for name, tensor in record.tensors.items()
-    }
-    return save(tensors, metadata={"told": json.dumps(header, separators=(",", ":"))})
-
-
-def unbundle(data: bytes) -> tuple[dict[str, Any], list[PackedRecord]]:
-    """What ``bundle`` was given; CodecError for anything else, whatever it is."""
-    try:
-        # The layout of safetensors: the length of a JSON header as 8 bytes, little-endian, then the header.
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        told = json.loads(header["__metadata__"]["told"])
-        if told["bundle"] != BUNDLE:
-            raise CodecError(f"a bundle of layout {told['bundle']!r}; expected {BUNDLE}: use one version on both sides")
-        tensors: list[dict[str, Tensor]] = [{} for _ in told["records"]]
-        for name, tensor in load(data).items():
-            place, _, part = name.partition(".")
-            tensors[int(place)][part] = tensor
-        records = [
-            PackedRecord(told=dict(each), tensors=parts) for each, parts in zip(told["records"], tensors, strict=True)
-        ]
-        return told, records
-    except (SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError, RecursionError) as error:
-        raise CodecError(f"not a bundle of records: {error}") from error

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 
 from filelock import FileLock
 
-from teacher_cache.codec import PackedRecord
+from teacher_cache.bundle import PackedRecord
 from teacher_cache.errors import StoreError
 from teacher_cache.shard_index import DamagedIndexError, ShardIndex
 from teacher_cache.shards import PART, SUFFIX, DamagedShardError, read_shard, shard_path, write_shard

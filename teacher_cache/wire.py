@@ -10,17 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from teacher_cache.codec import (
-    PRECISIONS,
-    PackedRecord,
-    bundle,
-    id_bytes,
-    pack_ids,
-    pack_record,
-    unbundle,
-    unpack_ids,
-    unpack_record,
-)
+from teacher_cache.bundle import PackedRecord, bundle, unbundle
+from teacher_cache.codec import PRECISIONS, id_bytes, pack_ids, pack_record, unpack_ids, unpack_record
 from teacher_cache.designs import ThinningDesign, parse_design
 from teacher_cache.errors import CodecError, ScoringError
 from teacher_cache.key import thins
@@ -45,12 +36,12 @@ def encode_requests(requests: Sequence[ScoreRequest], *, vocabulary: int, precis
 
 def decode_requests(data: bytes, *, vocabulary: int) -> tuple[list[ScoreRequest], str]:
     """The requests of a body and the precision they ask for; CodecError for anything that is no such body."""
-    told, packed = unbundle(data)
+    body = unbundle(data)
     try:
-        precision = told["precision"]
+        precision = body.told["precision"]
         if precision not in PRECISIONS:
             raise CodecError(f"precision {precision!r}; expected one of {list(PRECISIONS)}")
-        return [_unpack_request(each, vocabulary) for each in packed], precision
+        return [_unpack_request(each, vocabulary) for each in body.records], precision
     except _MALFORMED as error:
         raise CodecError(f"the request cannot be read: {error}") from error
 
@@ -76,7 +67,7 @@ def decode_results(
     data: bytes, requests: Sequence[ScoreRequest], *, temperature: float, teacher: str
 ) -> list[TeacherRecord | ScoringError]:
     """The results of an answer's body; CodecError if it is not whole or not the answer to these requests."""
-    _, packed = unbundle(data)
+    packed = unbundle(data).records
     if len(packed) != len(requests):
         raise CodecError(f"{len(packed)} results for {len(requests)} requests")
     return [

@@ -30,10 +30,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from teacher_cache.bundle import PackedRecord
 from teacher_cache.cached_scorer import CachedScorer
 from teacher_cache.causal_head import HEAD_ROWS, CausalHead
 from teacher_cache.client import ClientConfig, TeacherClient
-from teacher_cache.codec import PackedRecord, pack_record
+from teacher_cache.codec import pack_record
 from teacher_cache.designs import draw_candidates, parse_design
 from teacher_cache.identity import TeacherIdentity, identify_checkpoint
 from teacher_cache.noise import noise_for

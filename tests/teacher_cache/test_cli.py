@@ -13,12 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from safetensors.torch import load_file
 
+from teacher_cache.bundle import unbundle
 from teacher_cache.cached_scorer import CachedScorer
 from teacher_cache.cli import main
 from teacher_cache.client import ClientConfig, TeacherClient
-from teacher_cache.codec import unbundle
 from teacher_cache.identity import Expectation, identify_checkpoint, identify_tokenizer
 from teacher_cache.local_teacher import LocalTeacherConfig
 from teacher_cache.record import TeacherRecord
@@ -76,8 +75,9 @@ def test_a_data_set_is_scored_once_and_a_run_finds_it(
     assert json.loads(capsys.readouterr().out)["records"] == 7
     assert main(["export", str(store), "--out", str(tmp_path / "out"), "--per-file", "5"]) == 0
     files = [Path(line) for line in capsys.readouterr().out.split()]
-    assert [len(unbundle(file.read_bytes())[0]["keys"]) for file in files] == [5, 2]
-    assert load_file(files[0])["0.scores"].shape[1] == 6
+    exported = [unbundle(file.read_bytes()).records for file in files]
+    assert [len(records) for records in exported] == [5, 2]
+    assert exported[0][0].tensors["scores"].shape[1] == 6
     shutil.copytree(tmp_path / "out", tmp_path / "elsewhere" / "shards")
     assert main(["gc", str(tmp_path / "elsewhere")]) == 0
     assert json.loads(capsys.readouterr().out)["adopted"] == 2

@@ -1,22 +1,12 @@
 """Records come back from bytes as they went in."""
 
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
-from teacher_cache.codec import (
-    RELATIVE_ERROR,
-    PackedRecord,
-    bundle,
-    id_bytes,
-    pack_ids,
-    pack_record,
-    unbundle,
-    unpack_ids,
-    unpack_record,
-)
+from teacher_cache.bundle import PackedRecord, bundle, unbundle
+from teacher_cache.codec import RELATIVE_ERROR, id_bytes, pack_ids, pack_record, unpack_ids, unpack_record
 from teacher_cache.errors import CodecError
 from teacher_cache.scorer import ScoreRequest
 from tests.teacher_cache.build_requests import DESIGNS, VOCABULARY, assert_same, make_request, score_one
@@ -32,7 +22,7 @@ REQUESTS = [
 
 def through_bytes(request: ScoreRequest, precision: str = "fp32") -> PackedRecord:
     packed = pack_record(score_one(request), request, vocabulary=VOCABULARY, precision=precision)
-    _, (found,) = unbundle(bundle([packed], {}))
+    (found,) = unbundle(bundle([packed], {})).records
     return found
 
 
@@ -112,21 +102,6 @@ def test_a_record_of_another_request_is_refused() -> None:
     for other in (make_request(1, length=6), make_request(1), make_request(1, design="systematic(5)")):
         with pytest.raises(CodecError, match="no record of this request"):
             unpack_record(packed, other, temperature=1.0, teacher="x")
-
-
-def test_any_flipped_byte_or_cut_of_a_bundle_is_an_error_or_another_bundle() -> None:
-    request = make_request(1, design="systematic(4)")
-    data = bundle([pack_record(score_one(request), request, vocabulary=VOCABULARY)], {})
-    for place in range(len(data)):
-        for damaged in (data[:place], data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :]):
-            with suppress(CodecError):
-                unbundle(damaged)
-
-
-def test_another_layout_is_refused_by_its_number() -> None:
-    data = bundle([], {}).replace(b'\\"bundle\\":1', b'\\"bundle\\":7')
-    with pytest.raises(CodecError, match="layout 7; expected 1"):
-        unbundle(data)
 
 
 def test_the_given_versions_of_candidates_come_back_from_the_request() -> None:

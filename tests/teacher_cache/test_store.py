@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from teacher_cache import store as store_module
+from teacher_cache.bundle import PackedRecord
 from teacher_cache.cached_scorer import CachedScorer
-from teacher_cache.codec import PackedRecord, pack_record
+from teacher_cache.codec import pack_record
 from teacher_cache.errors import ScoringError, StoreError
 from teacher_cache.key import record_key
 from teacher_cache.record import TeacherRecord
