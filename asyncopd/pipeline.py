@@ -26,6 +26,7 @@ from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
 from asyncopd.learner.load import load_learner, open_accelerator
 from asyncopd.learner.loop import LearnerLoop, Owner
+from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import DTYPES, Learner
 from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
@@ -292,6 +293,7 @@ class _Run:
             steps=self.config.steps,
             checkpoint=self.config.checkpoint,
             tracer=tracer,
+            pace=Pace(learner, self.config.tracking.peak_tflops),
             owner=owner,
             on_step=self.callbacks.on_step,
             on_checkpoint=self.callbacks.on_checkpoint,

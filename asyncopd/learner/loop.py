@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncopd.errors import DeadlineError
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
+from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
 from asyncopd.publish import WeightPublisher
 from asyncopd.queue.doorbell import Doorbell, ring
@@ -101,6 +102,7 @@ class LearnerLoop:
         steps: int,
         checkpoint: CheckpointConfig,
         tracer: Tracer,
+        pace: Pace,
         owner: Owner | None,
         on_step: Callable[[int, Mapping[str, float]], None] | None = None,
         on_checkpoint: Callable[[int, Path], None] | None = None,
@@ -113,6 +115,7 @@ class LearnerLoop:
         self.steps = steps
         self.checkpoint_config = checkpoint
         self.tracer = tracer
+        self.pace = pace
         self.owner = owner
         self.on_step = on_step
         self.on_checkpoint = on_checkpoint
@@ -163,16 +166,21 @@ class LearnerLoop:
         with self.tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
             share = _share(batch.samples, self.accelerator.process_index, self.accelerator.num_processes)
             samples = read_samples(self.run_dir, share)
+            read_s = time.monotonic() - began
             metrics = self.learner.step(samples, version)
             span.add(tokens=sum(len(s.rollout.response_ids_T) for s in samples))
         step_s = time.monotonic() - began
+        metrics |= self.pace.values(samples, metrics[keys.TOKENS], step_s)
         version += 1
         if self.owner is not None:
+            published = time.monotonic()
             with self.tracer.span("publish"):
                 self.owner.commit(batch, version, self.learner.weights())
             values = _values(metrics, batch, version - 1, self.owner.ledger) | {
                 keys.STEP_SECONDS: step_s,
                 keys.WAIT_SECONDS: wait_s,
+                keys.READ_SECONDS: read_s,
+                keys.PUBLISH_SECONDS: time.monotonic() - published,
                 keys.RESTARTS: float(self.owner.supervisor.restarts),
             }
             self.owner.tracking.log(version, values)

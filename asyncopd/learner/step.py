@@ -11,8 +11,10 @@ from transformers import get_scheduler
 
 from asyncopd.errors import ConfigError
 from asyncopd.learner.batching import MicroBatch, collate, plan_micro_batches
+from asyncopd.learner.clock import PhaseClock
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import StudentModule
+from asyncopd.learner.update_size import UpdateSize
 from asyncopd.objectives import Objective, StepContext, by_staleness
 from asyncopd.objectives.reduction import token_scales
 from asyncopd.objectives.tokens import Candidates, Tokens
@@ -97,6 +99,7 @@ class Learner:
         )
         module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self._update_size = UpdateSize(self.module.parameters())
         self.schedule = get_scheduler(config.schedule, optimizer, config.warmup_steps, steps)
         accelerator.register_for_checkpointing(self.schedule)
 
@@ -119,8 +122,10 @@ class Learner:
         """Train on this rank's share of the batch; ``version`` is the student's policy version before the step.
 
         Returns metrics that are equal on every rank: means over all valid tokens of the step, in nats where the name
-        says loss, KL or entropy; ``<name>/staleness_<bucket>`` are the same over tokens of that staleness.
+        says loss, KL or entropy; ``<name>/staleness_<bucket>`` are the same over tokens of that staleness. Only the
+        seconds of the phases and ``update_ratio`` are this rank's own.
         """
+        clock = PhaseClock(self.accelerator.device)
         micros = self._micro_batches(samples, version)
         scales, tokens = self._scales(micros)
         contexts = self._contexts(micros)
@@ -129,16 +134,26 @@ class Learner:
         for index, (micro, scale_T, context) in enumerate(zip(micros, scales, contexts, strict=True)):
             last = index == len(micros) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.module):
-                result = self.module(micro, scale_T, context)
-                self.accelerator.backward(result.loss)
+                with clock.phase("forward_s"):
+                    result = self.module(micro, scale_T, context)
+                with clock.phase("backward_s"):
+                    self.accelerator.backward(result.loss)
             parts.append({**result.metrics, STALENESS: micro.staleness_T})
-        norm = self._clip()
+        with clock.phase("optimizer_s"):
+            changed = self._update()
+        return {**self._means(parts), **changed, **clock.seconds(), "tokens": float(tokens)}
+
+    def _update(self) -> dict[str, float]:
+        """Clip, move the weights, and say by how much."""
+        limit = self.config.clip if self.config.clip > 0 else float("inf")
+        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), limit))
         # The rate that this step uses, before the schedule moves on.
         rate = self.schedule.get_last_lr()[0]
+        self._update_size.before()
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**self._means(parts), "grad_norm": norm, "lr": rate, "tokens": float(tokens)}
+        return {"grad_norm": norm, "lr": rate, "update_ratio": self._update_size.ratio()}
 
     def _micro_batches(self, samples: Sequence[ScoredRollout], version: int) -> list[MicroBatch]:
         lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
@@ -191,10 +206,6 @@ class Learner:
             contexts.append(context.slice(slice(start, start + len(micro.state_T))))
             start += len(micro.state_T)
         return contexts
-
-    def _clip(self) -> float:
-        limit = self.config.clip if self.config.clip > 0 else float("inf")
-        return float(self.accelerator.clip_grad_norm_(self.module.parameters(), limit))
 
     def _means(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
         """Mean of every metric over the step's tokens, of all ranks, in all and by staleness."""

@@ -10,7 +10,16 @@ Per optimizer step, at the version that the step produced:
                                      objectives in a mixture <part>/divergence
     k1                               mean log p - log q of the sampled tokens, nats
     grad_norm, lr                    gradient norm before clipping; learning rate of the step
+    update_ratio                     norm of the step's change of the weights over their norm, sampled (rank 0's part)
     tokens, step_s, wait_s           response tokens trained; seconds in the step; seconds waiting for its batch
+    read_s                           of the step: reading the batch's payloads
+    forward_s, backward_s            of the step: body, head and loss; gradients. The fused head has its own gradient
+    optimizer_s                      ready with the forward, so it counts there. Clipping, update and its sampling
+    publish_s                        seconds for which publishing the weights kept the learner from its next step
+    tokens_per_s                     response tokens trained over step_s
+    mfu                              model FLOPs utilisation over step_s, 0 to 1: `learner.model_flops`. Absent where
+                                     the hardware's peak is not known (`tracking.peak_tflops`)
+    memory_gb                        most memory so far, 1e9 bytes: of rank 0's process on a CPU, allocated on its GPU
     logprob_gap/staleness_0          mean |log p - log b| over the tokens of staleness 0, nats, and how many those are:
     tokens/staleness_0               rollout engine and learner agree. Absent when there are none
     <any>/staleness_<bucket>         the same metric over the tokens of one staleness, see `objectives.diagnostics`
@@ -30,8 +39,27 @@ Per evaluation:
 LOSS = "loss"
 DIVERGENCE = "divergence"
 GRAD_NORM = "grad_norm"
+UPDATE_RATIO = "update_ratio"
 STEP_SECONDS = "step_s"
 WAIT_SECONDS = "wait_s"
+READ_SECONDS = "read_s"
+FORWARD_SECONDS = "forward_s"
+BACKWARD_SECONDS = "backward_s"
+OPTIMIZER_SECONDS = "optimizer_s"
+PUBLISH_SECONDS = "publish_s"
+TIMES = (
+    STEP_SECONDS,
+    WAIT_SECONDS,
+    READ_SECONDS,
+    FORWARD_SECONDS,
+    BACKWARD_SECONDS,
+    OPTIMIZER_SECONDS,
+    PUBLISH_SECONDS,
+)
+TOKENS = "tokens"
+TOKENS_PER_SECOND = "tokens_per_s"
+MFU = "mfu"
+MEMORY_GB = "memory_gb"
 RESTARTS = "restarts"
 LOGPROB_GAP = "logprob_gap/staleness_0"
 ON_POLICY_TOKENS = "tokens/staleness_0"

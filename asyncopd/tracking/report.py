@@ -16,7 +16,7 @@ from asyncopd.tracking.figures.queue import depth_figure, staleness_figure
 from asyncopd.tracking.figures.timeline import busy_figure, steady_window, timeline_figure
 from asyncopd.tracking.metrics import Evaluation
 from asyncopd.tracking.run_files import RunFiles
-from asyncopd.tracking.summary import BeforeAfter, EstimateFigure, RunSummary, summarize
+from asyncopd.tracking.summary import BeforeAfter, EstimateFigure, LearnerFigures, RunSummary, summarize
 from asyncopd.tracking.theme import MINUS, STAGE_COLOURS
 from asyncopd.tracking.trace import Interval, Span
 
@@ -102,6 +102,8 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         )
     )
     tiles.append(Tile(label="wall time", value=_in_words(summary.wall_s), remark=f"{summary.steps} optimizer steps"))
+    if "step" in summary.learner.seconds:
+        tiles.append(_step_tile(summary.learner))
     tiles.append(Tile(label="overlap", value=f"{summary.overlap:.0%}", remark="of the time two stages or more worked"))
     if summary.staleness.mean is not None and summary.staleness.max is not None:
         tiles.append(
@@ -120,6 +122,13 @@ def _tiles(summary: RunSummary) -> list[Tile]:
             )
         )
     return tiles
+
+
+def _step_tile(learner: LearnerFigures) -> Tile:
+    parts = [f"{name} {seconds:.2g}" for name, seconds in learner.seconds.items() if name != "step"]
+    if learner.mfu is not None:
+        parts.append(f"{learner.mfu:.0%} of the hardware's peak")
+    return Tile(label="optimizer step", value=f"{learner.seconds['step']:.2g} s", remark=", ".join(parts))
 
 
 def _comparison(summary: RunSummary) -> list[tuple[str, str, str, str]]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from asyncopd.tracking import keys
@@ -69,6 +70,20 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerFigures:
+    """The learner's steps; what is not known is None.
+
+    seconds      median seconds: step, wait, read, forward, backward, optimizer, publish, as in `tracking.keys`
+    mfu          median model FLOPs utilisation, 0 to 1
+    memory_gb    most memory, 1e9 bytes
+    """
+
+    seconds: Mapping[str, float]
+    mfu: float | None
+    memory_gb: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """The figures of a run; what is not known is None.
 
@@ -92,6 +107,7 @@ class RunSummary:
     staleness: StalenessFigures
     samples: SampleFigures | None
     logprob_gap_on_policy: float | None
+    learner: LearnerFigures
     restarts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,6 +132,7 @@ def summarize(files: RunFiles) -> RunSummary:
         staleness=_staleness(rows),
         samples=_samples(queue),
         logprob_gap_on_policy=_weighted_mean([(gap, weight) for gap, weight in gaps if math.isfinite(gap)]),
+        learner=_learner(rows),
         restarts=sum(instant.name.startswith(f"{RESTART} ") for instant in files.trace.instants),
     )
 
@@ -160,6 +177,16 @@ def _staleness(rows: Sequence[MetricsRow]) -> StalenessFigures:
     means = counts or [(value, 1.0) for _, value in series(rows, keys.STALENESS_MEAN)]
     worst = [value for _, value in series(rows, keys.STALENESS_MAX)] + [age for age, count in counts if count > 0]
     return StalenessFigures(mean=_weighted_mean(means), max=max(worst, default=None))
+
+
+def _learner(rows: Sequence[MetricsRow]) -> LearnerFigures:
+    parts = {name: [value for _, value in series(rows, name)] for name in keys.TIMES}
+    mfu = [value for _, value in series(rows, keys.MFU)]
+    return LearnerFigures(
+        seconds={name.removesuffix("_s"): median(values) for name, values in parts.items() if values},
+        mfu=median(mfu) if mfu else None,
+        memory_gb=max((value for _, value in series(rows, keys.MEMORY_GB)), default=None),
+    )
 
 
 def _samples(queue: QueueStatus | None) -> SampleFigures | None:

@@ -1,10 +1,12 @@
 """Where the numbers of a run go: one protocol, and the tracking of a run that feeds every tracker in use."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncopd.errors import ConfigError
 from asyncopd.tracking.metrics import HeldOutLike, MetricsLog, Values, held_out_values
 from asyncopd.tracking.wandb_run import WandbConfig, WandbTracker
 
@@ -25,7 +27,17 @@ class TrackingConfig:
 
     live_view: bool = True
     """Show progress while the run is going: a live view on a terminal, a line now and then elsewhere."""
+    peak_tflops: float = 0.0
+    """Peak of one learner device in its dtype, 1e12 operations a second, against which ``mfu`` is measured; 0 takes the
+    data sheet's figure of a known GPU in bf16, and elsewhere there is no ``mfu``."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.peak_tflops < math.inf:
+            raise ConfigError(
+                f"tracking.peak_tflops is {self.peak_tflops}; expected 0 (look it up) or 1e12 operations a second, "
+                "such as 312 for an A100"
+            )
 
 
 class RunTracking:

@@ -68,6 +68,10 @@ def test_the_summary_has_every_figure_at_its_place(finished_run: Path):
     assert 0 < summary["staleness"]["mean"] <= 2
     assert summary["samples"] == {"admitted": 36, "trained": 0, "dropped": {"too_long": 1}}
     assert summary["logprob_gap_on_policy"] == pytest.approx(0.0045, abs=0.001)
+    seconds = summary["learner"]["seconds"]
+    assert set(seconds) == {"step", "wait", "forward", "backward"}
+    assert seconds["forward"] == pytest.approx(0.6 * seconds["step"])
+    assert (summary["learner"]["mfu"], summary["learner"]["memory_gb"]) == (0.4, 2.6)
     trace = read_trace(finished_run)
     activity = measure(trace.spans, run_windows(trace))
     assert summary["overlap"] == activity.overlap
@@ -101,6 +105,7 @@ def test_what_is_not_known_is_null_and_the_file_is_valid_json(tmp_path: Path):
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert summary["held_out"] is None
     assert summary["staleness"]["mean"] is None
+    assert summary["learner"] == {"seconds": {}, "mfu": None, "memory_gb": None}
 
 
 def test_the_report_has_a_section_for_each_question(report_text: str):
@@ -116,6 +121,7 @@ def test_the_report_has_a_section_for_each_question(report_text: str):
         "Details",
     ]
     assert page.figures == 7
+    assert re.search(r"optimizer step.*forward \d.*40% of the hardware", report_text)
 
 
 def test_the_report_needs_nothing_beside_it_and_its_ids_are_unique(report_text: str):
