@@ -46,6 +46,7 @@ from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import write_summary
 from asyncopd.tracking.trace import RUN, RUN_END, Tracer
 from asyncopd.tracking.trackers import RunTracking, open_tracking
+from asyncopd.worker_start import WorkerStarter
 from asyncopd.workers import worker_specs
 
 LOG = logging.getLogger(__name__)
@@ -58,17 +59,19 @@ def run(
     callbacks: Callbacks | None = None,
     resume: bool = False,
     resume_version: int | None = None,
+    starter: WorkerStarter | None = None,
 ) -> RunResult:
     """Distil ``config.student`` from ``config.teacher``; the same call in a script, a notebook and on every rank.
 
-    With ``resume`` the run in the folder goes on from its newest checkpoint, or from ``resume_version``.
+    With ``resume`` the run in the folder goes on from its newest checkpoint, or from ``resume_version``. ``starter``
+    makes the worker processes; None starts a new interpreter for each.
     Raises ConfigError and DataError before any model is loaded where that is possible, WorkerDiedError when a stage
     is lost for good, StorageError when the run folder cannot be written.
     """
     asked = (config, inputs or Inputs(), callbacks or Callbacks())
     with (
         blaming_storage(config.runs_dir / config.name),
-        _Run(open_accelerator(config), *asked, resume=resume) as opened,
+        _Run(open_accelerator(config), *asked, resume=resume, starter=starter) as opened,
     ):
         return opened.go(resume_version)
 
@@ -77,9 +80,17 @@ class _Run:
     """The state of one call of ``run`` on one rank; ``go`` reads top to bottom."""
 
     def __init__(
-        self, accelerator: Accelerator, config: RunConfig, inputs: Inputs, callbacks: Callbacks, *, resume: bool
+        self,
+        accelerator: Accelerator,
+        config: RunConfig,
+        inputs: Inputs,
+        callbacks: Callbacks,
+        *,
+        resume: bool,
+        starter: WorkerStarter | None,
     ) -> None:
         self.accelerator = accelerator
+        self.starter = starter
         self.inputs = inputs
         self.callbacks = callbacks
         self.resume = resume
@@ -146,8 +157,9 @@ class _Run:
         summary = write_summary(folder.path)
         write_final_student(folder.final_path, learner.student, checks, config, summary)
         tracking.finish(summary.as_dict())
-        write_chrome_trace(folder.path)
-        write_report(folder.path)
+        if config.tracking.report:
+            write_chrome_trace(folder.path)
+            write_report(folder.path)
         return RunResult(
             path=folder.path,
             policy_version=version,
@@ -255,7 +267,13 @@ class _Run:
             ring(path, "learner")
 
         supervisor = Supervisor(
-            path, specs, config.supervision, lease_s=config.queue.lease_s, tracer=tracer, on_death=wake
+            path,
+            specs,
+            config.supervision,
+            lease_s=config.queue.lease_s,
+            tracer=tracer,
+            on_death=wake,
+            starter=self.starter,
         )
         return Owner(
             run_dir=path,

@@ -10,10 +10,9 @@ once when the pipe closes, so no worker outlives a parent that was killed. Throu
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,48 +20,12 @@ from asyncopd.errors import AsyncOPDError, ConfigError, WorkerDiedError
 from asyncopd.queue.doorbell import ring_all
 from asyncopd.queue.ledger import Ledger
 from asyncopd.tracking.trace import RESTART, Tracer
+from asyncopd.worker_start import Interpreters, WorkerProcess, WorkerSpec, WorkerStarter
 
 LOG = logging.getLogger(__name__)
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-_LAUNCHER_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_")
 _POLL_S = 0.2
 _KILL_S = 10.0
 _TAIL_CHARACTERS = 4000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSpec:
-    """One worker process: ``rollout`` or ``scorer``, its index, threads, and GPUs as physical ids."""
-
-    kind: str
-    index: int
-    threads: int
-    devices: str = ""
-
-    @property
-    def name(self) -> str:
-        """Process name, for example ``rollout-0``."""
-        return f"{self.kind}-{self.index}"
-
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The worker's environment: the launcher's rank and master variables would make it join the learner."""
-        kept = {
-            name: value
-            for name, value in inherited.items()
-            if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-        }
-        kept |= {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        if self.devices:
-            kept["CUDA_VISIBLE_DEVICES"] = self.devices
-        return kept
 
 
 def check_devices(workers: Sequence[WorkerSpec], learner: Sequence[str]) -> None:
@@ -111,7 +74,7 @@ class _Worker:
     """
 
     spec: WorkerSpec
-    process: subprocess.Popen[bytes]
+    process: WorkerProcess
     beats: int
     heard: float
     ready: bool = False
@@ -142,6 +105,7 @@ class Supervisor:
     lease_s     seconds without progress after which a worker that was ready is taken to hang
     tracer      the learner's; restarts are traced there
     on_death    called once, from a thread, when a worker is lost for good
+    starter     how a worker process comes to be
     """
 
     def __init__(
@@ -153,7 +117,9 @@ class Supervisor:
         lease_s: float,
         tracer: Tracer,
         on_death: Callable[[], None],
+        starter: WorkerStarter | None = None,
     ) -> None:
+        self._starter = starter or Interpreters()
         self._run_dir = run_dir
         self._specs = specs
         self._config = config
@@ -209,28 +175,12 @@ class Supervisor:
         for worker in self._workers:
             worker.process.kill()
 
-    def _start(self, spec: WorkerSpec) -> tuple[subprocess.Popen[bytes], int]:
+    def _start(self, spec: WorkerSpec) -> tuple[WorkerProcess, int]:
         """The process of a worker, and the descriptor of its signs of progress."""
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        try:
-            with self._log_path(spec.name).open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "asyncopd.worker", spec.kind, str(spec.index)]
-                    + [str(self._run_dir), str(writer)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=spec.environment(os.environ),
-                    start_new_session=True,
-                    pass_fds=(writer,),
-                )
-        finally:
-            os.close(writer)
-        return process, reader
+        return self._starter.start(spec, self._run_dir, self._log_path(spec.name))
 
     @staticmethod
-    def _ask_to_stop(process: subprocess.Popen[bytes]) -> None:
+    def _ask_to_stop(process: WorkerProcess) -> None:
         if process.stdin is not None and process.poll() is None:
             try:
                 process.stdin.write(b"stop\n")
@@ -307,7 +257,7 @@ class Supervisor:
         return self._log_path(name).read_text(errors="replace")[-_TAIL_CHARACTERS:]
 
 
-def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def _ended(process: WorkerProcess, timeout_s: float) -> bool:
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:

@@ -30,6 +30,8 @@ class TrackingConfig:
     peak_tflops: float = 0.0
     """Peak of one learner device in its dtype, 1e12 operations a second, against which ``mfu`` is measured; 0 takes the
     data sheet's figure of a known GPU in bf16, and elsewhere there is no ``mfu``."""
+    report: bool = True
+    """Write report.html and trace.json when the run is over; ``asyncopd report`` makes them later on."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:

@@ -30,6 +30,8 @@ class WandbConfig:
     """User or team; none: the default of the account."""
     group: str | None = None
     """Group of runs that belong together."""
+    name: str | None = None
+    """What the run is called in wandb; none: its name."""
     tags: tuple[str, ...] = ()
     """Tags of the run."""
 
@@ -63,7 +65,7 @@ class WandbTracker:
             entity=config.entity,
             group=config.group,
             tags=list(config.tags),
-            name=name,
+            name=config.name or name,
             id=known,
             resume="allow" if known is not None else None,
             dir=str(run_dir),
