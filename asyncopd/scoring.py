@@ -12,13 +12,15 @@ from asyncopd.queue.payloads import read_rollout, write_record
 from asyncopd.stage import Stage
 from teacher_cache.codec import PRECISIONS
 from teacher_cache.errors import ScoringError
+from teacher_cache.quantization import QUANTIZATIONS
 from teacher_cache.record import Origin, TeacherRecord
 from teacher_cache.scorer import Scorer, ScoreRequest
+from teacher_cache.vllm_scorer import VllmScorerConfig
 
 DEFAULT = "default"
 """Name of the teacher of every prompt that names none."""
 
-SCORERS = ("transformers", "scripted")
+SCORERS = ("transformers", "vllm", "scripted")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +30,16 @@ class TeacherConfig:
     model: Path = Path("teacher")
     """Path of an HF checkpoint."""
     scorer: str = "transformers"
-    """Scorer: ``transformers``, or ``scripted`` (no model; for tests and simulations)."""
+    """Scorer: ``transformers``, ``vllm``, or ``scripted`` (no model; for tests and simulations)."""
     dtype: str = "bf16"
     """Dtype of the forward pass, ``bf16`` or ``fp32``; logprobs are normalised in float32 either way."""
     device_map: str = ""
     """Spreads the teacher over its GPUs (``auto``); empty: it takes one."""
     compile: bool = False
     """Put the teacher's body through torch.compile."""
+    quantization: str = ""
+    """Quantise the teacher while loading: ``bitsandbytes-8bit``, ``bitsandbytes-4bit`` or ``torchao-int8``, each with
+    the package that its name begins with; empty: not."""
     batch_tokens: int = 4096
     """Padded tokens that go through the teacher at once."""
     samples: int = 16
@@ -57,12 +62,18 @@ class TeacherConfig:
     """Stored scores: ``fp32`` (a hit is bit for bit what was scored), ``fp16`` or ``bf16`` (half the bytes)."""
     devices: str = ""
     """GPUs as physical ids, for example "7"; empty: the first one, or the CPU."""
+    vllm: VllmScorerConfig = field(default_factory=VllmScorerConfig)
+    """vLLM as the scorer."""
 
     def __post_init__(self) -> None:
         if self.scorer not in SCORERS:
             raise ConfigError(f"teacher.scorer is {self.scorer!r}; expected one of {list(SCORERS)}")
         if self.dtype not in ("bf16", "fp32"):
             raise ConfigError(f"teacher.dtype is {self.dtype!r}; expected bf16 or fp32")
+        if self.quantization not in ("", *QUANTIZATIONS):
+            raise ConfigError(
+                f"teacher.quantization is {self.quantization!r}; expected one of {list(QUANTIZATIONS)}, or empty"
+            )
         if (self.urls or self.named) and self.scorer == "scripted":
             raise ConfigError("teacher.urls or teacher.named is set and teacher.scorer is scripted; take one of them")
         if self.deadline_s <= 0:

@@ -81,7 +81,7 @@ def _scripted(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer
     return ScriptedScorer(vocabulary=ids.vocabulary, temperature=config.objective.temperature, teacher=name)
 
 
-def _transformers(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer:
+def _loaded(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer:
     return _local(config, path).load(ids.vocabulary, name)
 
 
@@ -89,12 +89,15 @@ def _local(config: RunConfig, path: Path) -> LocalTeacherConfig:
     teacher = config.teacher
     return LocalTeacherConfig(
         model=path,
+        backend=teacher.scorer,
         temperature=config.objective.temperature,
         dtype=teacher.dtype,
         device=device().type,
         device_map=teacher.device_map or None,
         compile=teacher.compile,
+        quantization=teacher.quantization,
         batch_tokens=teacher.batch_tokens,
+        vllm=teacher.vllm,
     )
 
 
@@ -118,5 +121,6 @@ def _client(
 
 SCORERS: dict[str, Callable[[RunConfig, TokenIds, str, Path], Scorer]] = {
     "scripted": _scripted,
-    "transformers": _transformers,
+    "transformers": _loaded,
+    "vllm": _loaded,
 }
