@@ -1,7 +1,7 @@
 """The teacher stage: leases finished answers, has them scored, hands the records to the queue."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
@@ -10,6 +10,8 @@ from asyncopd.objectives import valid_positions
 from asyncopd.queue.ledger import Lease, LeasedSample
 from asyncopd.queue.payloads import read_rollout, write_record
 from asyncopd.stage import Stage
+from asyncopd.tracking.keys import CACHE
+from teacher_cache.cached_scorer import CacheCounts
 from teacher_cache.codec import PRECISIONS
 from teacher_cache.errors import ScoringError
 from teacher_cache.quantization import QUANTIZATIONS
@@ -131,6 +133,7 @@ class ScoringWorker:
     stage: Stage
     scorer: Scorer
     samples: int
+    cache           what the score cache has done, if there is one
     batch_tokens: int
     teacher_draw: str | None
     origins: frozenset[Origin]
@@ -140,6 +143,7 @@ class ScoringWorker:
         """Work until the run is over or told to stop."""
         stage = self.stage
         while not stage.stopping:
+    cache: CacheCounts | None = None
             lease = stage.ledger.lease_scoring(stage.name, self.samples, stage.lease_s)
             if lease is None:
                 stage.rest()
@@ -168,9 +172,13 @@ class ScoringWorker:
 
     def _extend(self, lease: Lease) -> bool:
         """Between two batches: say that there was progress. False once another worker has the lease."""
+                before = asdict(self.cache) if self.cache is not None else {}
         self.stage.beat()
         if self.stage.ledger.heartbeat(lease.token, self.stage.lease_s):
             return True
+                if self.cache is not None:
+                    # Counted in spans, which the learner's process reads: a worker has no other way to its metrics.
+                    span.add(**{f"{CACHE}/{name}": n - before[name] for name, n in asdict(self.cache).items()})
         self.stage.log.warning("lease %d ended while it was scored; what is left of it goes to another", lease.token)
         return False
 

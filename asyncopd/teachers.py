@@ -12,7 +12,7 @@ from asyncopd.errors import ConfigError
 from asyncopd.objectives import build_objective
 from asyncopd.run_folder import TokenIds
 from asyncopd.scoring import DEFAULT
-from teacher_cache.cached_scorer import CachedScorer
+from teacher_cache.cached_scorer import CacheCounts, CachedScorer
 from teacher_cache.client import ClientConfig, TeacherClient
 from teacher_cache.errors import HandshakeError, ServiceError
 from teacher_cache.identity import Expectation, TeacherIdentity, identify_tokenizer
@@ -28,15 +28,16 @@ _HANDSHAKE_S = 60.0
 """Seconds that a service has to answer before a run starts."""
 
 
-def build_scorer(config: RunConfig, ids: TokenIds, beat: Callable[[], None]) -> Scorer:
+def build_scorer(config: RunConfig, ids: TokenIds, beat: Callable[[], None], counts: CacheCounts) -> Scorer:
     """The scorer that the configuration names; with a warm cache no teacher is ever loaded.
 
-    beat   called while a service is waited for, which is not a hang
+    beat     called while a service is waited for, which is not a hang
+    counts   where the cache counts, if there is one
     """
     teacher = config.teacher
     size = round(teacher.cache_gb * _GIGABYTE) or None
-    store = None if teacher.cache is None else RecordStore(teacher.cache, max_bytes=size)
-    teachers = {name: _build(config, ids, name, source, store, beat) for name, source in teacher.sources.items()}
+    cache = None if teacher.cache is None else (RecordStore(teacher.cache, max_bytes=size), counts)
+    teachers = {name: _build(config, ids, name, source, cache, beat) for name, source in teacher.sources.items()}
     return RoutedScorer(teachers) if len(teachers) > 1 else teachers[DEFAULT]
 
 
@@ -59,22 +60,28 @@ def _build(
     ids: TokenIds,
     name: str,
     source: Path | tuple[str, ...],
-    store: RecordStore | None,
+    cache: tuple[RecordStore, CacheCounts] | None,
     beat: Callable[[], None],
 ) -> Scorer:
     if isinstance(source, tuple):
         client = _client(config, source, name, config.teacher.deadline_s, beat)
-        return client if store is None else _cached(config, name, store, client.identity, lambda: client)
-    if store is None:
+        return client if cache is None else _cached(config, name, cache, client.identity, lambda: client)
+    if cache is None:
         return SCORERS[config.teacher.scorer](config, ids, name, source)
     identity = _local(config, source).identity()
-    return _cached(config, name, store, identity, lambda: SCORERS[config.teacher.scorer](config, ids, name, source))
+    return _cached(config, name, cache, identity, lambda: SCORERS[config.teacher.scorer](config, ids, name, source))
 
 
 def _cached(
-    config: RunConfig, name: str, store: RecordStore, identity: TeacherIdentity, load: Callable[[], Scorer]
+    config: RunConfig,
+    name: str,
+    cache: tuple[RecordStore, CacheCounts],
+    identity: TeacherIdentity,
+    load: Callable[[], Scorer],
 ) -> Scorer:
-    return CachedScorer(load, store, identity=identity, precision=config.teacher.cache_precision, teacher=name)
+    store, counts = cache
+    precision = config.teacher.cache_precision
+    return CachedScorer(load, store, identity=identity, precision=precision, teacher=name, counts=counts)
 
 
 def _scripted(config: RunConfig, ids: TokenIds, name: str, path: Path) -> Scorer:

@@ -19,6 +19,7 @@ from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
 from asyncopd.supervisor import WorkerSpec
 from asyncopd.teachers import build_scorer, device
+from teacher_cache.cached_scorer import CacheCounts
 
 
 def worker_specs(config: RunConfig) -> list[WorkerSpec]:
@@ -67,13 +68,14 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     draw = objective.draws.get("teacher")
     return ScoringWorker(
         stage=stage,
-        scorer=build_scorer(config, folder.token_ids(), stage.beat),
+        scorer=build_scorer(config, folder.token_ids(), stage.beat, cache),
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
         origins=objective.origins,
         teachers={prompt.index: prompt.teacher for prompt in read_prompts(folder.prompts_path)}
         if config.teacher.named
+    cache = CacheCounts()
         else {},
     )
 
@@ -81,6 +83,7 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
 def _student_design(config: RunConfig) -> str | None:
     design = build_objective(config.objective).draws.get("student")
     return None if design is None else design.spec
+        cache=cache if config.teacher.cache is not None else None,
 
 
 def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:

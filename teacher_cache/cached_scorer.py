@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from teacher_cache.bundle import PackedRecord
 from teacher_cache.codec import pack_record, unpack_record
@@ -15,6 +16,21 @@ from teacher_cache.store import RecordStore
 LOG = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, slots=True)
+class CacheCounts:
+    """What one cache has done so far, or several that count together.
+
+    hits, misses   requests that the store had, and that a teacher was asked for
+    read_bytes     of the records that were found
+    kept_bytes     of the records that were handed to the store
+    """
+
+    hits: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+    kept_bytes: int = 0
+
+
 class CachedScorer:
     """A Scorer over another one and a store; what the store has needs no forward pass.
 
@@ -22,6 +38,7 @@ class CachedScorer:
     identity    of the teacher that ``load`` makes
     precision   of stored scores; with ``fp32`` a hit gives bit for bit what was scored
     teacher     name written into the records
+    counts      where hits and misses are counted; several scorers may share one
 
     Errors are not remembered: a request that could not be scored is asked again.
     """
@@ -34,6 +51,7 @@ class CachedScorer:
         identity: TeacherIdentity,
         precision: str = "fp32",
         teacher: str = "default",
+        counts: CacheCounts | None = None,
     ) -> None:
         self._load = load
         self._store = store
@@ -41,8 +59,7 @@ class CachedScorer:
         self._precision = precision
         self._teacher = teacher
         self._scorer: Scorer | None = None
-        self.hits = 0
-        self.misses = 0
+        self.counts = counts or CacheCounts()
 
     @property
     def max_context(self) -> int:
@@ -62,8 +79,9 @@ class CachedScorer:
             self._unpacked(packed.get(key), request) for key, request in zip(keys, requests, strict=True)
         ]
         missing = [place for place, result in enumerate(results) if result is None]
-        self.hits += len(results) - len(missing)
-        self.misses += len(missing)
+        self.counts.hits += len(results) - len(missing)
+        self.counts.misses += len(missing)
+        self.counts.read_bytes += sum(record.nbytes for record in packed.values())
         if missing:
             for place, result in zip(missing, self._inner().score([requests[p] for p in missing]), strict=True):
                 results[place] = result
@@ -85,12 +103,11 @@ class CachedScorer:
             return None
 
     def _keep(self, scored: dict[bytes, tuple[ScoreRequest, TeacherRecord | ScoringError | None]]) -> None:
-        self._store.put(
-            {
-                key: pack_record(
-                    result, request, vocabulary=self._identity.tokenizer.vocabulary, precision=self._precision
-                )
-                for key, (request, result) in scored.items()
-                if isinstance(result, TeacherRecord)
-            }
-        )
+        vocabulary = self._identity.tokenizer.vocabulary
+        packed = {
+            key: pack_record(result, request, vocabulary=vocabulary, precision=self._precision)
+            for key, (request, result) in scored.items()
+            if isinstance(result, TeacherRecord)
+        }
+        self.counts.kept_bytes += sum(record.nbytes for record in packed.values())
+        self._store.put(packed)

@@ -154,7 +154,7 @@ def _score(options: Score) -> int:
                 if isinstance(result, ScoringError):
                     refused += 1
                     print(f"refused: {result}", file=sys.stderr)
-    print(f"{scorer.misses - refused} scored, {scorer.hits} were there, {refused} refused: {options.out}")
+    print(f"{scorer.counts.misses - refused} scored, {scorer.counts.hits} were there, {refused} refused: {options.out}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Whole runs over a score cache."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,11 @@ def test_a_sync_run_over_a_warm_cache_makes_no_teacher_forward_and_has_the_same_
         results.append(pipeline.run(with_cache(config, cache)))
         assert sum(scored) == (0 if name == "warm" else 16)
     plain, cold, warm = results
+    told = [json.loads((result.path / "summary.json").read_text())["cache"] for result in results]
+    assert told[0] is None
+    assert [(cache["hits"], cache["misses"], cache["hit_share"]) for cache in told[1:]] == [(0, 16, 0.0), (16, 0, 1.0)]
+    assert told[1]["kept_bytes"] == told[2]["read_bytes"] > told[1]["read_bytes"] == told[2]["kept_bytes"] == 0
+    assert "of 16 answers; 0 by the teacher" in (warm.path / "report.html").read_text()
     assert losses(plain) == losses(cold) == losses(warm)
     assert len(losses(warm)) == 2
     first, second = final_weights(plain.path), final_weights(warm.path)

@@ -75,6 +75,10 @@ HELD_OUT_FORWARD_KL = "held_out/forward_kl"
 HELD_OUT_LENGTH = "held_out/mean_length"
 HELD_OUT_EOS = "held_out/eos_share"
 
+CACHE = "cache"
+CACHE_COUNTS = ("hits", "misses", "read_bytes", "kept_bytes")
+"""What the score cache did, in the numbers of a scoring span: cache/hits, and so on."""
+
 STAGES = ("rollout", "teacher", "learner")
 """In the order of the data path."""
 

@@ -121,6 +121,10 @@ def _tiles(summary: RunSummary) -> list[Tile]:
                 remark="nats, rollout engine against learner",
             )
         )
+    if summary.cache is not None:
+        hits, misses = summary.cache.hits, summary.cache.misses
+        remark = f"of {hits + misses:,} answers; {misses:,} by the teacher"
+        tiles.append(Tile(label="scores from the cache", value=f"{summary.cache.hit_share:.0%}", remark=remark))
     return tiles
 
 

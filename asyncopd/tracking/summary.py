@@ -12,7 +12,7 @@ from asyncopd.tracking import keys
 from asyncopd.tracking.metrics import Evaluation, MetricsRow, series, under
 from asyncopd.tracking.queue_status import QueueStatus
 from asyncopd.tracking.run_files import RunFiles
-from asyncopd.tracking.trace import RESTART
+from asyncopd.tracking.trace import RESTART, Span
 
 SUMMARY_FILE = "summary.json"
 
@@ -84,6 +84,22 @@ class LearnerFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheFigures:
+    """The score cache over all of the run, lost timelines included.
+
+    hits, misses             answers whose score the cache had, and those that the teacher was asked for
+    hit_share                hits over both, 0 to 1
+    read_bytes, kept_bytes   of the scores found, and of those that were handed to the cache
+    """
+
+    hits: int
+    misses: int
+    hit_share: float
+    read_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """The figures of a run; what is not known is None.
 
@@ -94,6 +110,7 @@ class RunSummary:
     overlap                  share of that time in which at least two stages worked
     logprob_gap_on_policy    mean |log p - log b| over tokens trained at staleness 0, nats; None when there were none
     restarts                 how often a worker that died or hung was started again
+    cache                    what the score cache did; None where it was not used
     """
 
     name: str
@@ -109,6 +126,7 @@ class RunSummary:
     logprob_gap_on_policy: float | None
     learner: LearnerFigures
     restarts: int = 0
+    cache: CacheFigures | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested data, as in the file."""
@@ -134,6 +152,7 @@ def summarize(files: RunFiles) -> RunSummary:
         logprob_gap_on_policy=_weighted_mean([(gap, weight) for gap, weight in gaps if math.isfinite(gap)]),
         learner=_learner(rows),
         restarts=sum(instant.name.startswith(f"{RESTART} ") for instant in files.trace.instants),
+        cache=_cache(files.trace.spans),
     )
 
 
@@ -187,6 +206,14 @@ def _learner(rows: Sequence[MetricsRow]) -> LearnerFigures:
         mfu=median(mfu) if mfu else None,
         memory_gb=max((value for _, value in series(rows, keys.MEMORY_GB)), default=None),
     )
+
+
+def _cache(spans: Sequence[Span]) -> CacheFigures | None:
+    sums = {
+        name: sum(int(under(span.numbers, keys.CACHE).get(name, 0)) for span in spans) for name in keys.CACHE_COUNTS
+    }
+    asked = sums["hits"] + sums["misses"]
+    return CacheFigures(hit_share=sums["hits"] / asked, **sums) if asked else None
 
 
 def _samples(queue: QueueStatus | None) -> SampleFigures | None:

@@ -75,7 +75,7 @@ def test_an_error_is_not_remembered_and_costs_no_neighbour(tmp_path: Path) -> No
             assert isinstance(good, TeacherRecord)
             assert isinstance(bad, ScoringError)
     assert inner.scored == 3
-    assert (scorer.hits, scorer.misses) == (1, 3)
+    assert (scorer.counts.hits, scorer.counts.misses) == (1, 3)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
