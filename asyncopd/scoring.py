@@ -127,23 +127,23 @@ class ScoringWorker:
     batch_tokens    padded tokens that the scorer takes at once; after each such batch the lease is extended
     teacher_draw    spec of the design that the teacher itself draws, or None
     origins         the candidate sets that the objective reads
+    cache           what the score cache has done, if there is one
     teachers        the teacher's name by prompt, where it is not "default"
     """
 
     stage: Stage
     scorer: Scorer
     samples: int
-    cache           what the score cache has done, if there is one
     batch_tokens: int
     teacher_draw: str | None
     origins: frozenset[Origin]
+    cache: CacheCounts | None = None
     teachers: Mapping[int, str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Work until the run is over or told to stop."""
         stage = self.stage
         while not stage.stopping:
-    cache: CacheCounts | None = None
             lease = stage.ledger.lease_scoring(stage.name, self.samples, stage.lease_s)
             if lease is None:
                 stage.rest()
@@ -166,19 +166,19 @@ class ScoringWorker:
                 if not self._extend(lease):
                     return
                 requests = [pairs[index][1] for index in batch]
+                before = asdict(self.cache) if self.cache is not None else {}
                 for index, result in zip(batch, self.scorer.score(requests), strict=True):
                     self._put(lease, pairs[index][0], result)
                 span.add(tokens=sum(len(request.response_ids_T) for request in requests))
-
-    def _extend(self, lease: Lease) -> bool:
-        """Between two batches: say that there was progress. False once another worker has the lease."""
-                before = asdict(self.cache) if self.cache is not None else {}
-        self.stage.beat()
-        if self.stage.ledger.heartbeat(lease.token, self.stage.lease_s):
-            return True
                 if self.cache is not None:
                     # Counted in spans, which the learner's process reads: a worker has no other way to its metrics.
                     span.add(**{f"{CACHE}/{name}": n - before[name] for name, n in asdict(self.cache).items()})
+
+    def _extend(self, lease: Lease) -> bool:
+        """Between two batches: say that there was progress. False once another worker has the lease."""
+        self.stage.beat()
+        if self.stage.ledger.heartbeat(lease.token, self.stage.lease_s):
+            return True
         self.stage.log.warning("lease %d ended while it was scored; what is left of it goes to another", lease.token)
         return False
 

@@ -66,6 +66,7 @@ def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Rollo
 def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> ScoringWorker:
     objective = build_objective(config.objective)
     draw = objective.draws.get("teacher")
+    cache = CacheCounts()
     return ScoringWorker(
         stage=stage,
         scorer=build_scorer(config, folder.token_ids(), stage.beat, cache),
@@ -73,9 +74,9 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
         origins=objective.origins,
+        cache=cache if config.teacher.cache is not None else None,
         teachers={prompt.index: prompt.teacher for prompt in read_prompts(folder.prompts_path)}
         if config.teacher.named
-    cache = CacheCounts()
         else {},
     )
 
@@ -83,7 +84,6 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
 def _student_design(config: RunConfig) -> str | None:
     design = build_objective(config.objective).draws.get("student")
     return None if design is None else design.spec
-        cache=cache if config.teacher.cache is not None else None,
 
 
 def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
