@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from asyncopd.errors import ConfigError
 from asyncopd.learner.batching import MicroBatch
-from asyncopd.learner.head import HeadShape, fused_loss, selected_logprobs
+from asyncopd.learner.head import HeadShape, fused_loss
+from asyncopd.learner.selected import selected_logprobs
 from asyncopd.objectives import Objective, StepContext
 
 
@@ -50,9 +51,11 @@ class StudentModule(nn.Module):
 
         with torch.autocast(hidden_TH.device.type, enabled=False):
             head = self.model.get_output_embeddings()
-            fused = fused_loss(hidden_TH, head.weight, head.bias, micro.ids_TC, self.shape, chunk_loss)
+            fused = fused_loss(hidden_TH, head.weight, head.bias, micro.ids_TC, self.shape, chunk_loss, entropy=True)
         metrics = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-        return MicroBatchLoss(loss=fused.loss, metrics={**metrics, "entropy": fused.entropy_T})
+        if fused.entropy_T is not None:
+            metrics["entropy"] = fused.entropy_T
+        return MicroBatchLoss(loss=fused.loss, metrics=metrics)
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
@@ -63,7 +66,7 @@ class StudentModule(nn.Module):
             ids_TC = torch.arange(self.shape.vocabulary, device=hidden_TH.device).expand(len(hidden_TH), -1)
         with torch.autocast(hidden_TH.device.type, enabled=False):
             head = self.model.get_output_embeddings()
-            return selected_logprobs(hidden_TH, head.weight, head.bias, ids_TC, self.shape)
+            return selected_logprobs(hidden_TH, head.weight, head.bias, ids_TC, self.shape).log_p_TC
 
     def _states(self, micro: MicroBatch) -> Tensor:
         """Hidden states [T, H] that predict the valid response tokens."""
@@ -86,7 +89,7 @@ def check_head(model: PreTrainedModel, shape: HeadShape) -> None:
         hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0]
         own = model(input_ids=probe, use_cache=False).logits[0].float()[:, : shape.vocabulary].log_softmax(-1)
         every = torch.arange(shape.vocabulary, device=probe.device).expand(len(hidden), -1)
-        ours = selected_logprobs(hidden, head.weight, head.bias, every, plain)
+        ours = selected_logprobs(hidden, head.weight, head.bias, every, plain).log_p_TC
     worst = (own - ours).abs().max().item()
     if not worst < 1e-2:
         raise ConfigError(

@@ -49,8 +49,8 @@ class LearnerConfig:
     """Dtype of forward and backward: ``bf16`` (autocast over float32 weights) or ``fp32``."""
     micro_batch_tokens: int = 4096
     """Padded tokens that go through the student at once."""
-    head_chunk_mb: int = 64
-    """Memory for one chunk of logits, MiB."""
+    head_chunk_mb: int = 256
+    """Memory for what the head holds for one chunk of tokens times the vocabulary, MiB."""
     threads: int = 0
     """CPU threads; 0 shares the cores with the other stages."""
 
