@@ -29,6 +29,7 @@ from teacher_cache.wire import (
     FINGERPRINT_HEADER,
     MEDIA_TYPE,
     body_digest,
+    candidates_of,
     decode_results,
     encode_requests,
 )
@@ -37,6 +38,8 @@ T = TypeVar("T")
 Result = TeacherRecord | ScoringError
 _PASSING = (429, 502, 503, 504)
 _CHUNKS_A_REPLICA = 4
+_ANSWER_BYTES = 2**26
+"""Scores that one call asks for: an answer over the whole vocabulary takes megabytes a token."""
 _TELL_S = 1.0
 
 
@@ -118,7 +121,7 @@ class AsyncTeacherClient:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Result]:
         """One result a request, in order. ServiceError at the deadline, or when a service refuses the whole call."""
         deadline = time.monotonic() + self._config.deadline_s
-        chunks = list(_chunks(requests, self._config.chunk_tokens))
+        chunks = _chunks(requests, self._config.chunk_tokens, self.identity.tokenizer.vocabulary)
         scored = await asyncio.gather(*(self._score_chunk([requests[i] for i in chunk], deadline) for chunk in chunks))
         results: dict[int, Result] = {}
         for chunk, part in zip(chunks, scored, strict=True):
@@ -311,16 +314,19 @@ async def _made(urls: Sequence[str], expected: Expectation | None, config: Clien
     return client
 
 
-def _chunks(requests: Sequence[ScoreRequest], limit: int) -> list[list[int]]:
+def _chunks(requests: Sequence[ScoreRequest], most_tokens: int, vocabulary: int) -> list[list[int]]:
+    """Requests that go together: up to so many tokens and ``_ANSWER_BYTES`` of scores, or one alone."""
     chunks: list[list[int]] = []
-    left = 0
+    tokens_left = bytes_left = 0
     for place, request in enumerate(requests):
         tokens = len(request.prompt_ids) + len(request.response_ids_T)
-        if not chunks or tokens > left:
+        size = len(request.response_ids_T) * candidates_of(request, vocabulary) * 4
+        if not chunks or tokens > tokens_left or size > bytes_left:
             chunks.append([])
-            left = limit
+            tokens_left, bytes_left = most_tokens, _ANSWER_BYTES
         chunks[-1].append(place)
-        left -= tokens
+        tokens_left -= tokens
+        bytes_left -= size
     return chunks
 
 

@@ -33,6 +33,7 @@ from teacher_cache.wire import (
     FINGERPRINT_HEADER,
     MEDIA_TYPE,
     body_digest,
+    candidates_of,
     decode_requests,
     encode_results,
     teacher_draw,
@@ -200,9 +201,7 @@ class TeacherService:
         return [next(scored) if problem is None else problem for problem in refused]
 
     def _too_large(self, request: ScoreRequest) -> ScoringError | None:
-        width = 0 if request.candidates is None else request.candidates.ids_TC.shape[1]
-        if request.draw is not None:
-            width += parse_design(request.draw).budget or self._identity.tokenizer.vocabulary
+        width = candidates_of(request, self._identity.tokenizer.vocabulary)
         size = len(request.response_ids_T) * width * _BYTES_A_CANDIDATE
         if size <= self._config.max_record_bytes:
             return None

@@ -159,6 +159,12 @@ def teacher_draw(spec: str, vocabulary: int) -> str:
     return design.spec
 
 
+def candidates_of(request: ScoreRequest, vocabulary: int) -> int:
+    """How many candidates a position the record of a request will have."""
+    given = 0 if request.candidates is None else request.candidates.ids_TC.shape[1]
+    return given + (0 if request.draw is None else parse_design(request.draw).budget or vocabulary)
+
+
 def _width(ids: Tensor, vocabulary: int) -> int:
     """Bytes an id: as the vocabulary needs, more for ids beyond it, which the teacher must see to refuse."""
     if ids.numel() == 0:
