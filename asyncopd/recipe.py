@@ -18,6 +18,7 @@ from asyncopd.interface import Inputs, RunResult
 from asyncopd.pipeline import run
 from asyncopd.preflight import preflight
 from asyncopd.tracking.before_after import before_after_table
+from teacher_cache.errors import TeacherCacheError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ def main(config: RunConfig, argv: Sequence[str] | None = None, *, description: s
     try:
         asked = tyro.cli(Invocation, default=Invocation(config=config), args=argv, description=description)
         return _obey(asked, console)
-    except AsyncOPDError as error:
+    except (AsyncOPDError, TeacherCacheError) as error:
         Console(stderr=True).print(f"asyncopd: {error}", style="red", markup=False, highlight=False)
         return 1
 

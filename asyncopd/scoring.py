@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
 from asyncopd.learner.batching import plan_micro_batches
@@ -65,7 +66,7 @@ class TeacherConfig:
     devices: str = ""
     """GPUs as physical ids, for example "7"; empty: the first one, or the CPU."""
     vllm: VllmScorerConfig = field(default_factory=VllmScorerConfig)
-    """vLLM as the scorer."""
+    """vLLM in the scoring process (``teacher.scorer vllm``)."""
 
     def __post_init__(self) -> None:
         if self.scorer not in SCORERS:
@@ -101,6 +102,12 @@ class TeacherConfig:
             raise ConfigError(
                 f"teacher.batch_tokens is {self.batch_tokens}, teacher.samples {self.samples}; expected at least 1"
             )
+        gpus = len(self.devices.split(",")) if self.devices else 0
+        if self.scorer == "vllm" and gpus not in (0, self.vllm.tensor_parallel):
+            raise ConfigError(
+                f"teacher.devices is {self.devices!r} and teacher.vllm.tensor_parallel {self.vllm.tensor_parallel}; "
+                "expected as many GPUs"
+            )
         if self.threads < 0:
             raise ConfigError(f"teacher.threads is {self.threads}; expected 0 (share) or a number of threads")
 
@@ -119,6 +126,13 @@ class TeacherConfig:
         return self.scorer != "scripted" and (not self.urls or (self.model / "config.json").is_file())
 
 
+class BetweenLeases(Protocol):
+    """Work that the stage does besides scoring, in slices too short to keep scoring waiting."""
+
+    def work(self) -> bool:
+        """Do a slice; False where there is nothing to do."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ScoringWorker:
     """One scoring process.
@@ -127,6 +141,7 @@ class ScoringWorker:
     batch_tokens    padded tokens that the scorer takes at once; after each such batch the lease is extended
     teacher_draw    spec of the design that the teacher itself draws, or None
     origins         the candidate sets that the objective reads
+    held_out        what is done between leases
     cache           what the score cache has done, if there is one
     teachers        the teacher's name by prompt, where it is not "default"
     """
@@ -137,19 +152,25 @@ class ScoringWorker:
     batch_tokens: int
     teacher_draw: str | None
     origins: frozenset[Origin]
+    held_out: BetweenLeases
     cache: CacheCounts | None = None
     teachers: Mapping[int, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Work until the run is over or told to stop."""
+        """Score and, between leases, evaluate, until the run is over and evaluated, or told to stop."""
         stage = self.stage
-        while not stage.stopping:
+        while not stage.told_to_stop:
+            # Asked before the look for weights, which are there before the last step is committed.
+            finished = stage.ledger.finished
             lease = stage.ledger.lease_scoring(stage.name, self.samples, stage.lease_s)
-            if lease is None:
-                stage.rest()
-            else:
+            if lease is not None:
                 self._score(lease)
                 stage.hand_on()
+            evaluated = self.held_out.work()
+            if lease is None and not evaluated:
+                if finished:
+                    return
+                stage.rest()
 
     def _score(self, lease: Lease) -> None:
         """Score a lease in batches; a sample that cannot be read or scored is quarantined, the others go on."""

@@ -13,8 +13,9 @@ from asyncopd.objectives import build_objective
 from asyncopd.run_folder import TokenIds
 from asyncopd.scoring import DEFAULT
 from teacher_cache.cached_scorer import CacheCounts, CachedScorer
+from teacher_cache.causal_scorer import CausalModel, CausalScorer
 from teacher_cache.client import ClientConfig, TeacherClient
-from teacher_cache.errors import HandshakeError, ServiceError
+from teacher_cache.errors import HandshakeError, ScoringError, ServiceError
 from teacher_cache.identity import Expectation, TeacherIdentity, identify_tokenizer
 from teacher_cache.local_teacher import LocalTeacherConfig
 from teacher_cache.routed_scorer import RoutedScorer
@@ -41,6 +42,17 @@ def build_scorer(config: RunConfig, ids: TokenIds, beat: Callable[[], None], cou
     return RoutedScorer(teachers) if len(teachers) > 1 else teachers[DEFAULT]
 
 
+def running_teacher(config: RunConfig, ids: TokenIds, scorer: Scorer) -> CausalModel:
+    """What runs the teacher "default" in this process: what ``scorer`` runs, or where it asks services a copy."""
+    if isinstance(scorer, RoutedScorer):
+        scorer = scorer.teachers[DEFAULT]
+    if isinstance(scorer, CachedScorer):
+        scorer = scorer.behind()
+    if not isinstance(scorer, CausalScorer):
+        scorer = _local(config, config.teacher.model).load(ids.vocabulary)
+    return scorer.model
+
+
 def shake_hands(config: RunConfig, urls: tuple[str, ...], name: str) -> TeacherIdentity:
     """What the services of a teacher are; ConfigError where none answers, or one differs from what the run needs."""
     try:
@@ -48,6 +60,18 @@ def shake_hands(config: RunConfig, urls: tuple[str, ...], name: str) -> TeacherI
             return client.identity
     except (HandshakeError, ServiceError) as error:
         raise ConfigError(f"teacher {name!r}: {error}") from error
+
+
+def check_loadable(config: RunConfig) -> None:
+    """ConfigError where a teacher that is loaded here cannot be run as the configuration says; loads nothing."""
+    if config.teacher.scorer == "scripted":
+        return
+    for name, source in config.teacher.sources.items():
+        if isinstance(source, Path):
+            try:
+                _local(config, source)
+            except ScoringError as error:
+                raise ConfigError(f"teacher {name!r}: {error}") from error
 
 
 def device() -> torch.device:
