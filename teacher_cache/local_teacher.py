@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from teacher_cache.causal_scorer import CausalScorer
 from teacher_cache.errors import ScoringError
 from teacher_cache.identity import TeacherIdentity, identify_checkpoint
 from teacher_cache.quantization import load_quantised, require_quantization
-from teacher_cache.scorer import Scorer
 from teacher_cache.transformers_scorer import TransformersScorer
 from teacher_cache.vllm_scorer import VllmScorer, VllmScorerConfig, require_vllm
 
@@ -60,12 +60,18 @@ class LocalTeacherConfig:
         return self.device_map or self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def identity(self) -> TeacherIdentity:
-        """Its identity, without loading it. The kind of device is part of it, because kernels round differently."""
+        """Its identity, without loading it.
+
+        The kind of device and the backend are part of it, because their kernels round differently: by 1e-5 nats in
+        fp32, by tenths in bf16.
+        """
         parts = [self.dtype, self.quantization, self.where.partition(":")[0], "compiled" if self.compile else ""]
+        if self.backend == "vllm":
+            parts.append(f"vllm-tp{self.vllm.tensor_parallel}")
         numerics = "+".join(part for part in parts if part)
         return identify_checkpoint(self.model, temperature=self.temperature, dtype=numerics)
 
-    def load(self, vocabulary: int, name: str = "default") -> Scorer:
+    def load(self, vocabulary: int, name: str = "default") -> CausalScorer:
         """The teacher, in memory; ``name`` is written into its records."""
         if self.backend == "vllm":
             return VllmScorer(
@@ -100,11 +106,11 @@ class LocalTeacherConfig:
         )
 
     def _check_vllm(self) -> None:
-        require_vllm()
-        if self.device_map or self.compile:
+        require_vllm(self.vllm)
+        if self.device_map or self.compile or self.quantization:
             raise ScoringError(
-                "device_map and compile are options of the backend transformers; vLLM has vllm.tensor_parallel and "
-                "vllm.eager"
+                "device_map, compile and quantization are options of the backend transformers; vLLM has "
+                "vllm.tensor_parallel and vllm.eager, and loads a checkpoint that was saved quantised as such"
             )
         if ":" in self.device:
             raise ScoringError(
@@ -112,6 +118,4 @@ class LocalTeacherConfig:
                 "leave it empty"
             )
         if self.where == "cpu" and self.vllm.tensor_parallel > 1:
-            raise ScoringError(
-                f"vllm.tensor_parallel is {self.vllm.tensor_parallel} and there is no GPU; expected 1"
-            )
+            raise ScoringError(f"vllm.tensor_parallel is {self.vllm.tensor_parallel} and there is no GPU; expected 1")
