@@ -38,13 +38,13 @@ class Serve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Score a data set of finished answers into a store, once and ahead of training."""
+    """Score a data set of finished answers, once and ahead of training, into a folder that can be trained on."""
 
     teacher: OmitArgPrefixes[LocalTeacherConfig]
     data: Path
     """JSON lines with prompt_ids and response_ids, or prompt and response."""
     out: Path
-    """The store."""
+    """The store; which answers were scored is written beside the scores."""
     draw: str | None = "systematic(16)"
     """Design of the candidates that the teacher draws."""
     seed: int = 0
@@ -137,6 +137,7 @@ def _score(options: Score) -> int:
     from teacher_cache.answers import read_answers
     from teacher_cache.cached_scorer import CachedScorer
     from teacher_cache.errors import ScoringError
+    from teacher_cache.scored_set import ScoredFacts, ScoredWriter
 
     identity = options.teacher.identity()
     tokenizer = AutoTokenizer.from_pretrained(options.teacher.model)
@@ -148,12 +149,24 @@ def _score(options: Score) -> int:
             identity=identity,
             precision=options.precision,
         )
-        refused = 0
+        refused, written = 0, ScoredWriter(options.out)
         for group in _groups(requests, options.group):
-            for result in scorer.score(group):
+            results = scorer.score(group)
+            for result in results:
                 if isinstance(result, ScoringError):
                     refused += 1
                     print(f"refused: {result}", file=sys.stderr)
+            pairs = zip(group, results, strict=True)
+            written.add(request for request, result in pairs if not isinstance(result, ScoringError))
+        written.finish(
+            ScoredFacts(
+                teacher=identity,
+                model=str(options.teacher.model),
+                draw=options.draw,
+                seed=options.seed,
+                precision=options.precision,
+            )
+        )
     print(f"{scorer.counts.misses - refused} scored, {scorer.counts.hits} were there, {refused} refused: {options.out}")
     return 0
 
