@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from asyncopd.config import RunConfig
+from asyncopd.learner.adapters import write_adapters
+from asyncopd.learner.step import Learner
 from asyncopd.preflight import Preflight
+from asyncopd.publish import materialised, take_part
 from asyncopd.tracking.summary import RunSummary
 
 _CARD = """---
@@ -38,13 +41,23 @@ The whole record is `summary.json` of the run.
 
 
 def write_final_student(
-    path: Path, student: PreTrainedModel, checks: Preflight, config: RunConfig, summary: RunSummary
+    path: Path, learner: Learner, checks: Preflight, config: RunConfig, summary: RunSummary
 ) -> None:
-    """Write the checkpoint in the dtype that the student came in."""
+    """Write the checkpoint in the dtype that the student came in, adapters merged; they themselves are beside it.
+
+    Where the learner is sharded, the other ranks call ``help_write_final_student`` at the same time.
+    """
+    student = learner.student
     dtype = AutoConfig.from_pretrained(config.student).dtype or student.dtype
-    state = {name: weight.to(dtype) for name, weight in student.state_dict().items() if weight.is_floating_point()}
+    state = {}
+    for name, weight in learner.weights().items():
+        values = materialised(weight)
+        state[name] = values.to("cpu", dtype if values.is_floating_point() else values.dtype)
     student.config.dtype = dtype
-    student.save_pretrained(path, state_dict={**student.state_dict(), **state})
+    student.save_pretrained(path, state_dict=state)
+    adapters = learner.adapters()
+    if adapters:
+        write_adapters(student, adapters, path / "adapter")
     checks.tokenizer.save_pretrained(path)
     checks.generation.save_pretrained(path)
     figures = summary.as_dict()
@@ -63,3 +76,9 @@ def write_final_student(
         figures=json.dumps({key: figures[key] for key in ("held_out", "samples", "staleness")}, indent=1),
     )
     (path / "README.md").write_text(card)
+
+
+def help_write_final_student(learner: Learner) -> None:
+    """What the ranks other than 0 do while it writes."""
+    take_part(learner.weights())
+    take_part(learner.adapters())

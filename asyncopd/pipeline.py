@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from asyncopd.config import RunConfig, flat, plain
 from asyncopd.errors import AsyncOPDError, CheckpointError, ConfigError
-from asyncopd.final_student import write_final_student
+from asyncopd.final_student import help_write_final_student, write_final_student
 from asyncopd.held_out import HeldOutEvaluation
 from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
@@ -30,7 +30,7 @@ from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import DTYPES, Learner
 from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
-from asyncopd.publish import WeightStore
+from asyncopd.publish import WeightStore, take_part
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
@@ -118,14 +118,18 @@ class _Run:
         checks = self._check()
         start = self._start_version(resume_version)
         learner = load_learner(config, checks, self.accelerator)
-        trackers = CheckpointStore(folder.path).load(start, self.accelerator) if start else {}
+        trackers = CheckpointStore(folder.path).load(start, learner) if start else {}
         name = "learner" if self.main else f"learner-{self.accelerator.process_index}"
         tracer = self.cleanup.enter_context(Tracer(folder.path, name))
         if not self.main:
             # Rank 0 decides when to stop and tells the others with the next batch; a second Ctrl-C ends every rank.
             with StopRequest():
+                if start not in WeightStore(folder.path).versions():
+                    take_part(learner.weights())
                 version = self._loop(learner, tracer, None, None).run(start)
                 self.accelerator.wait_for_everyone()
+                if version == config.steps:
+                    help_write_final_student(learner)
             return RunResult(path=folder.path, policy_version=version, stopped=version < config.steps)
         return self._own(checks, learner, tracer, start, trackers)
 
@@ -155,7 +159,7 @@ class _Run:
                 return RunResult(path=folder.path, policy_version=version, stopped=True, before=before)
             after = evaluation.outermost(learner.student, version)
         summary = write_summary(folder.path)
-        write_final_student(folder.final_path, learner.student, checks, config, summary)
+        write_final_student(folder.final_path, learner, checks, config, summary)
         tracking.finish(summary.as_dict())
         if config.tracking.report:
             write_chrome_trace(folder.path)

@@ -96,7 +96,7 @@ def replay(run_dir: Path, objective: ObjectiveConfig, *, name: str = "") -> RunR
         _train(recorded, learner, tracking, tracer)
         tracer.instant(RUN_END)
         summary = write_summary(folder.path)
-        write_final_student(folder.final_path, learner.student, checks, config, summary)
+        write_final_student(folder.final_path, learner, checks, config, summary)
         tracking.finish(summary.as_dict())
     write_chrome_trace(folder.path)
     write_report(folder.path)

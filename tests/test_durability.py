@@ -38,5 +38,6 @@ def test_a_checkpoint_counts_only_once_its_files_and_the_weights_that_a_resume_n
     assert set(counted) == {2, 4}
     for version, on_disk in counted.items():
         wanted = {f"weights/v{needed:08d}/model.safetensors" for needed in range(version - 2, version + 1)}
-        wanted |= {f"checkpoints/v{version:08d}/{name}" for name in ("model.safetensors", "optimizer.bin")}
+        checkpoint_files = ("rank-00000.pt", "state", "state/.metadata", "state/__0_0.distcp")
+        wanted |= {f"checkpoints/v{version:08d}/{name}" for name in checkpoint_files}
         assert wanted - on_disk == set()

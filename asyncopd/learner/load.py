@@ -1,18 +1,25 @@
 """From a configuration to a learner on this process's device: the same for a run and for a replay."""
 
+from datetime import timedelta
+
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from transformers import AutoModelForCausalLM
 
 from asyncopd.allocator import keep_freed_memory
 from asyncopd.config import RunConfig
+from asyncopd.errors import ConfigError
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import check_head
 from asyncopd.learner.step import Learner
+from asyncopd.learner.student import prepare_student
 from asyncopd.preflight import Preflight
 from asyncopd.workers import cores
+
+WAIT_S = 3600.0
+"""Seconds that a rank may wait for another one: rank 0 waits for samples, which is given up after half of it."""
 
 
 def open_accelerator(config: RunConfig) -> Accelerator:
@@ -24,6 +31,7 @@ def open_accelerator(config: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.learner.dtype == "bf16" else "no",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=WAIT_S))],
     )
     set_seed(config.seed)
     return accelerator
@@ -31,6 +39,11 @@ def open_accelerator(config: RunConfig) -> Accelerator:
 
 def load_learner(config: RunConfig, checks: Preflight, accelerator: Accelerator) -> Learner:
     """The student as the configuration names it, with optimizer and schedule, before the first step."""
+    if config.queue.batch_size < accelerator.num_processes:
+        raise ConfigError(
+            f"queue.batch_size is {config.queue.batch_size} for {accelerator.num_processes} learner processes; "
+            "expected at least one sample a process"
+        )
     model = AutoModelForCausalLM.from_pretrained(config.student, dtype=torch.float32)
     shape = HeadShape.of(
         model.config,
@@ -39,6 +52,7 @@ def load_learner(config: RunConfig, checks: Preflight, accelerator: Accelerator)
         chunk_bytes=config.learner.head_chunk_mb * 2**20,
     )
     check_head(model, shape)
+    prepare_student(model, config.learner)
     return Learner(
         model,
         checks.objective,

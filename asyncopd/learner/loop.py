@@ -13,13 +13,12 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
 
 from asyncopd.errors import DeadlineError
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
-from asyncopd.publish import WeightPublisher
+from asyncopd.publish import WeightPublisher, Weights, take_part
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Batch, BatchSample, Ledger
 from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout
@@ -73,7 +72,7 @@ class Owner:
                 )
         return None
 
-    def commit(self, batch: Batch, version: int, weights: Mapping[str, Tensor]) -> None:
+    def commit(self, batch: Batch, version: int, weights: Weights) -> None:
         """Weights durable first, then one transaction for batch and version; then the rollout workers wake."""
         self.publisher.publish(version, weights)
         self.ledger.commit_step(batch, version, published=True)
@@ -148,7 +147,7 @@ class LearnerLoop:
             if self.owner is not None:
                 self.owner.publisher.settle(version - self.owner.lag)
                 ids = self.owner.tracking.ids
-            path = self.checkpoints.save(version, self.accelerator, ids)
+            path = self.checkpoints.save(version, self.learner, ids)
         if self.owner is not None:
             self.owner.tidy(version, self.checkpoint_config.keep)
             if self.on_checkpoint is not None:
@@ -172,7 +171,9 @@ class LearnerLoop:
         step_s = time.monotonic() - began
         metrics |= self.pace.values(samples, metrics[keys.TOKENS], step_s)
         version += 1
-        if self.owner is not None:
+        if self.owner is None:
+            take_part(self.learner.weights())
+        else:
             published = time.monotonic()
             with self.tracer.span("publish"):
                 self.owner.commit(batch, version, self.learner.weights())

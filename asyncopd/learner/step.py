@@ -2,22 +2,26 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from asyncopd.errors import ConfigError
+from asyncopd.learner.adapters import LoraConfig, adapter_weights, merged_weights
 from asyncopd.learner.batching import MicroBatch, collate, plan_micro_batches
 from asyncopd.learner.clock import PhaseClock
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import StudentModule
+from asyncopd.learner.optimizers import build_optimizer, require_optimizer
+from asyncopd.learner.sharding import SHARDINGS, distributed, is_sharded, level
 from asyncopd.learner.update_size import UpdateSize
 from asyncopd.objectives import Objective, StepContext, by_staleness
 from asyncopd.objectives.reduction import token_scales
 from asyncopd.objectives.tokens import Candidates, Tokens
+from asyncopd.publish import Weights, whole
 from asyncopd.types import NO_VERSION, ScoredRollout
 
 STALENESS = "staleness"
@@ -29,8 +33,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
-    """The optimizer and the memory it may take."""
+    """The optimizer, what of the student it trains, and the memory that it may take."""
 
+    optimizer: str = "adamw"
+    """``adamw``, or ``adamw_8bit``, whose moments take a quarter of the memory (needs torchao)."""
     lr: float = 1e-4
     """Peak learning rate of AdamW."""
     schedule: str = "constant_with_warmup"
@@ -53,10 +59,25 @@ class LearnerConfig:
     """Memory for what the head holds for one chunk of tokens times the vocabulary, MiB."""
     threads: int = 0
     """CPU threads; 0 shares the cores with the other stages."""
+    sharding: str = "none"
+    """Over several learner processes: ``none`` keeps the whole student in each, ``fsdp2`` spreads weights, gradients
+    and optimizer over them. An accelerate config with FSDP2 is read as ``fsdp2``."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the layers and compute the rest again in the backward: less memory, a third more work."""
+    compile: bool = False
+    """Compile the layers with torch.compile; needs a C++ compiler on a CPU, and minutes at the first steps."""
+    freeze_embeddings: bool = False
+    """Leave the input embeddings as they are. Of tied embeddings and head, freeze both or none."""
+    freeze_head: bool = False
+    """Leave the output head as it is."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"learner.dtype is {self.dtype!r}; expected one of {sorted(DTYPES)}")
+        require_optimizer(self.optimizer)
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(f"learner.sharding is {self.sharding!r}; expected one of {', '.join(SHARDINGS)}")
         if not self.lr > 0:
             raise ConfigError(f"learner.lr is {self.lr}; expected a positive rate such as 1e-4")
         for name in ("micro_batch_tokens", "head_chunk_mb"):
@@ -90,33 +111,34 @@ class Learner:
         self.config = config
         self.accelerator = accelerator
         self.pad_id = pad_id
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
+        module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
+        self.module = distributed(module, config.sharding, accelerator)
+        self.sharded = is_sharded(self.module)
+        self.optimizer = build_optimizer(
+            config.optimizer,
+            self.module.parameters(),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
-            fused=True,
         )
-        module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
-        self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self._update_size = UpdateSize(self.module.parameters())
-        self.schedule = get_scheduler(config.schedule, optimizer, config.warmup_steps, steps)
-        accelerator.register_for_checkpointing(self.schedule)
+        self.schedule = get_scheduler(config.schedule, self.optimizer, config.warmup_steps, steps)
 
     @property
-    def student(self) -> nn.Module:
+    def student(self) -> PreTrainedModel:
         """The bare language model."""
         return self.accelerator.unwrap_model(self.module).model
 
-    def weights(self) -> dict[str, Tensor]:
-        """Weights by name, tied copies left out: what a publisher or a checkpoint writes once."""
-        seen: set[int] = set()
-        weights = {}
-        for name, tensor in self.student.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                weights[name] = tensor
-        return weights
+    def weights(self) -> Weights:
+        """Weights by name, tied copies left out and adapters merged: what a publisher writes.
+
+        Under FSDP2 every rank must read them, in their order: rank 0 as it writes, the others by ``take_part``.
+        """
+        return merged_weights(self.student)
+
+    def adapters(self) -> Weights:
+        """The adapters by peft's names, read like ``weights``; empty without adapters."""
+        return adapter_weights(self.student)
 
     def step(self, samples: Sequence[ScoredRollout], version: int) -> dict[str, float]:
         """Train on this rank's share of the batch; ``version`` is the student's policy version before the step.
@@ -133,8 +155,9 @@ class Learner:
         self.module.train()
         for index, (micro, scale_T, context) in enumerate(zip(micros, scales, contexts, strict=True)):
             last = index == len(micros) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.module):
-                with clock.phase("forward_s"):
+            # Sharded gradients are reduced each time, since a whole unreduced one would fill the memory that was saved.
+            with nullcontext() if last or self.sharded else self.accelerator.no_sync(self.module):
+                with clock.phase("forward_s"), self.accelerator.autocast():
                     result = self.module(micro, scale_T, context)
                 with clock.phase("backward_s"):
                     self.accelerator.backward(result.loss)
@@ -146,7 +169,7 @@ class Learner:
     def _update(self) -> dict[str, float]:
         """Clip, move the weights, and say by how much."""
         limit = self.config.clip if self.config.clip > 0 else float("inf")
-        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), limit))
+        norm = float(whole(self.accelerator.clip_grad_norm_(self.module.parameters(), limit)))
         # The rate that this step uses, before the schedule moves on.
         rate = self.schedule.get_last_lr()[0]
         self._update_size.before()
@@ -158,15 +181,18 @@ class Learner:
     def _micro_batches(self, samples: Sequence[ScoredRollout], version: int) -> list[MicroBatch]:
         lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
         plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
+        groups = [[samples[i] for i in group] for group in plan]
+        if self.sharded:
+            groups = level(groups, self.accelerator)
         return [
             collate(
-                [samples[i] for i in group],
+                group,
                 version=version,
                 origins=self.objective.origins,
                 pad_id=self.pad_id,
                 device=self.accelerator.device,
             )
-            for group in plan
+            for group in groups
         ]
 
     def _scales(self, micros: Sequence[MicroBatch]) -> tuple[list[Tensor], int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncopd.errors import CheckpointError
 
@@ -48,6 +49,18 @@ Weights = Mapping[str, Tensor | LazyWeight]
 """Weights by name; all ranks have the same names in the same order."""
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or gathered from the ranks over which it is spread, which must then all ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def lazily(tensor: Tensor) -> Tensor | LazyWeight:
+    """The tensor itself, or what gathers it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return LazyWeight(shape=tensor.shape, dtype=tensor.dtype, read=tensor.full_tensor, collective=True)
+
+
 def materialised(weight: Tensor | LazyWeight) -> Tensor:
     """The values of a weight, detached."""
     return (weight.read() if isinstance(weight, LazyWeight) else weight).detach()
@@ -80,7 +93,7 @@ def write_safetensors(path: Path, weights: Weights, dtype: torch.dtype | None = 
         file.write(text)
         for name in names:
             values = materialised(weights[name]).to("cpu", _stored(weights[name], dtype)).contiguous()
-            file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+            file.write(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _stored(weight: Tensor | LazyWeight, dtype: torch.dtype | None) -> torch.dtype:
