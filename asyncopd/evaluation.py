@@ -5,7 +5,7 @@ Shape suffixes: R response positions of a batch, V vocabulary, N answers.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.types import Prompt, Rollout, RolloutRequest
 from teacher_cache.causal_head import CausalHead
+from teacher_cache.causal_scorer import CausalModel
+from teacher_cache.logit_rows import LogitRows
 
 EVALUATION_SEED = 20_011
 """Seeds the answers of every evaluation, so that before and after differ by the weights and not by luck."""
@@ -25,7 +27,10 @@ EVALUATION_SEED = 20_011
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Held-out evaluation."""
+    """Held-out evaluation of the published student, by the scoring stage between its work; nothing waits for it.
+
+    It runs the student in ``rollout.dtype`` and the teacher in ``teacher.dtype``.
+    """
 
     prompts: int = 40
     """Held-out prompts that are answered; 0 switches evaluation off."""
@@ -45,6 +50,10 @@ class EvaluationConfig:
         ):
             if value < least:
                 raise ConfigError(f"evaluation.{name} is {value}; expected {least} or more: raise it")
+
+    def due(self, version: int, steps: int) -> bool:
+        """Whether ``version`` of a run of so many steps is evaluated."""
+        return version in (0, steps) or bool(self.every and version % self.every == 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +94,45 @@ def held_out_kl(
     seed: int = EVALUATION_SEED,
     dtype: torch.dtype | None = None,
 ) -> HeldOut:
-    """Exact KL between student and teacher on fresh answers of the student.
+    """Exact KL between student and teacher on fresh answers of the student, all at once; see ``held_out_steps``.
+
+    dtype        in which both models run; None leaves loaded models as they are. A model that must change is copied
+    """
+    teacher = _model(teacher, dtype)
+    training = teacher.training
+    steps = held_out_steps(
+        _model(student, dtype),
+        CausalHead(teacher.eval(), len(tokenizer)),
+        prompts,
+        sampling,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        temperature=temperature,
+        batch=batch,
+        seed=seed,
+    )
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        return end.value
+    finally:
+        teacher.train(training)
+
+
+def held_out_steps(
+    student: PreTrainedModel,
+    teacher: CausalModel,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    temperature: float = 1.0,
+    batch: int = 20,
+    seed: int = EVALUATION_SEED,
+) -> Generator[None, None, HeldOut]:
+    """Exact KL between student and teacher on fresh answers of the student, in short steps with other work between.
 
     At every response position both KLs are summed over the whole real vocabulary (``len(tokenizer)``), normalised in
     float32; nothing is sampled but the answers, and no KL is clamped. The mean is over all response tokens; its
@@ -95,15 +142,14 @@ def held_out_kl(
         var(m) = N / (N - 1) * sum_i (s_i - m * n_i)^2 / (sum_i n_i)^2,    half-width 1.96 * sqrt(var(m)).
 
     temperature  of the divergence; answers are drawn as ``sampling`` says
-    dtype        in which both models run; None leaves loaded models as they are. A model that must change is copied
+    batch        answers that are generated, and compared, at once
 
     ConfigError if there are no prompts.
     """
     if not prompts:
         raise ConfigError("no held-out prompts to evaluate on; give some, or set evaluation.prompts to 0")
     vocabulary = len(tokenizer)
-    student, teacher = _model(student, dtype), _model(teacher, dtype)
-    modes = [(model, model.training) for model in (student, teacher)]
+    training = student.training
     try:
         engine = TransformersEngine(
             student.eval(),
@@ -113,16 +159,15 @@ def held_out_kl(
             run_seed=seed,
             version=0,
         )
-        rollouts = _answers(engine, prompts, batch)
-        heads = CausalHead(student, vocabulary), CausalHead(teacher.eval(), vocabulary)
+        rollouts = yield from _answers(engine, prompts, batch)
+        models = CausalHead(student, vocabulary), teacher
         sums_N2 = torch.zeros((len(rollouts), 2), dtype=torch.float64)
         by_length = sorted(range(len(rollouts)), key=lambda index: len(_tokens(rollouts[index])))
         for first in range(0, len(rollouts), batch):
             indices = by_length[first : first + batch]
-            sums_N2[indices] = _summed_kl(heads, [rollouts[index] for index in indices], temperature)
+            sums_N2[indices] = yield from _summed_kl(models, [rollouts[index] for index in indices], temperature)
     finally:
-        for model, training in modes:
-            model.train(training)
+        student.train(training)
     lengths_N = torch.tensor([len(rollout.response_ids_T) for rollout in rollouts], dtype=torch.float64)
     texts = [tokenizer.decode(rollout.response_ids_T.tolist(), skip_special_tokens=True) for rollout in rollouts]
     return HeldOut(
@@ -150,7 +195,7 @@ def _model(model: PreTrainedModel | Path | str, dtype: torch.dtype | None) -> Pr
     return model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
 
 
-def _answers(engine: TransformersEngine, prompts: Sequence[Prompt], batch: int) -> list[Rollout]:
+def _answers(engine: TransformersEngine, prompts: Sequence[Prompt], batch: int) -> Generator[None, None, list[Rollout]]:
     """One answer a prompt, in order; as answers end, the next prompts take their places."""
     waiting = [
         RolloutRequest(uid=f"held-out-{place}", prompt_ids=prompt.token_ids, min_version=0)
@@ -163,6 +208,7 @@ def _answers(engine: TransformersEngine, prompts: Sequence[Prompt], batch: int) 
         engine.submit(waiting[:free])
         waiting = waiting[free:]
         done |= {rollout.uid: rollout for rollout in engine.step()}
+        yield
     return [done[uid] for uid in order]
 
 
@@ -170,12 +216,13 @@ def _tokens(rollout: Rollout) -> list[int]:
     return [*rollout.prompt_ids, *rollout.response_ids_T[:-1].tolist()]
 
 
-@torch.no_grad()
-def _summed_kl(heads: tuple[CausalHead, CausalHead], rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+def _summed_kl(
+    models: tuple[CausalModel, CausalModel], rollouts: Sequence[Rollout], temperature: float
+) -> Generator[None, None, Tensor]:
     """Reverse and forward KL (nats) of each answer, summed over its tokens: float64 [N, 2]."""
     hidden = []
-    for head in heads:
-        states_NLH = head.hidden([_tokens(rollout) for rollout in rollouts])
+    for model in models:
+        states_NLH = model.hidden([_tokens(rollout) for rollout in rollouts])
         # The state after token i gives the distribution of token i + 1.
         hidden.append(
             torch.cat(
@@ -185,12 +232,21 @@ def _summed_kl(heads: tuple[CausalHead, CausalHead], rollouts: Sequence[Rollout]
                 ]
             )
         )
+        yield
     per_token = []
-    rows = [head.distributions(states_RH, temperature) for head, states_RH in zip(heads, hidden, strict=True)]
+    rows = [model.distributions(states_RH, temperature) for model, states_RH in zip(models, hidden, strict=True)]
     for student, teacher in zip(*rows, strict=True):
-        apart_RV = student.all() - teacher.all()
-        reverse_R = torch.linalg.vecdot(student.probs_RV, apart_RV)
-        forward_R = -torch.linalg.vecdot(teacher.probs_RV, apart_RV)
-        per_token.append(torch.stack([reverse_R, forward_R], dim=1).double().cpu())
+        per_token.append(_both_kl(student, teacher))
+        yield
     lengths = [len(rollout.response_ids_T) for rollout in rollouts]
     return torch.stack([answer_T2.sum(0) for answer_T2 in torch.cat(per_token).split(lengths)])
+
+
+def _both_kl(student: LogitRows, teacher: LogitRows) -> Tensor:
+    """Reverse and forward KL (nats) at some positions: float64 [R, 2]."""
+    # The teacher may be on another device.
+    device = student.probs_RV.device
+    apart_RV = student.all() - teacher.all().to(device)
+    reverse_R = torch.linalg.vecdot(student.probs_RV, apart_RV)
+    forward_R = -torch.linalg.vecdot(teacher.probs_RV.to(device), apart_RV)
+    return torch.stack([reverse_R, forward_R], dim=1).double().cpu()

@@ -1,90 +1,163 @@
-"""Held-out evaluation as part of a run: before the first step, now and then, and after the last."""
+"""Held-out evaluation as part of a run: by the scoring stage, between its leases, while everything else goes on.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+    learner ──weights/v──> scoring stage ──evaluations/v.json──> learner ──> trackers
 
+Which versions are due follows from the configuration and from what is on disk alone, so a kill loses none of it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+
+import cattrs
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncopd.config import RunConfig
-from asyncopd.evaluation import HeldOut, held_out_kl
-from asyncopd.interface import Callbacks
-from asyncopd.preflight import Preflight
-from asyncopd.rollout.sampling import SamplingConfig
-from asyncopd.tracking.trace import Tracer
+from asyncopd.evaluation import HeldOut, held_out_steps
+from asyncopd.learner.step import DTYPES
+from asyncopd.prompts import read_prompts
+from asyncopd.publish import WeightPublisher
+from asyncopd.queue.files import write_whole
+from asyncopd.rollout.weights import load_weights_into
+from asyncopd.run_folder import RunFolder
+from asyncopd.stage import Stage
+from asyncopd.teachers import device
 from asyncopd.tracking.trackers import RunTracking
-from asyncopd.workers import cores
+from teacher_cache.causal_scorer import CausalModel
+
+SLICE_S = 0.2
+"""Seconds of evaluation before the stage looks for answers to score again."""
 
 
-class HeldOutEvaluation:
-    """Fresh answers of the student to the held-out prompts, against the teacher, on rank 0."""
+class HeldOutFiles:
+    """The figures of a run that have been found, one file a policy version, and which are still to be found."""
 
-    def __init__(
-        self, config: RunConfig, checks: Preflight, tracking: RunTracking, tracer: Tracer, callbacks: Callbacks
-    ) -> None:
-        self._config = config
-        self._checks = checks
-        self._tracking = tracking
-        self._tracer = tracer
-        self._callbacks = callbacks
-        self._prompts = checks.prompts.held_out[: config.evaluation.prompts]
-        self._teacher: PreTrainedModel | None = None
+    def __init__(self, folder: RunFolder) -> None:
+        self._run_dir = folder.path
+        self._config = config = folder.config()
+        # Needs prompts, and a teacher that can be run where answers are scored.
+        self._enabled = bool(read_prompts(folder.held_out_path)) and config.teacher.weights_are_here
 
-    def outermost(self, student: PreTrainedModel, version: int) -> HeldOut | None:
-        """Evaluate before the first or after the last step, with every core, since no worker runs then."""
-        with _every_core():
-            return self._evaluate(student, version)
+    def waiting(self, published: Iterable[int]) -> list[int]:
+        """Those of the published versions that are to be evaluated and have no figures yet."""
+        due, steps = self._config.evaluation.due, self._config.steps
+        if not self._enabled:
+            return []
+        return [v for v in published if due(v, steps) and not (self._run_dir / _path(v)).exists()]
 
-    def between(self, student: PreTrainedModel, version: int) -> None:
-        """Evaluate after a step, where one is due."""
-        every = self._config.evaluation.every
-        if every and version % every == 0 and version < self._config.steps:
-            self._evaluate(student, version)
+    def versions(self) -> list[int]:
+        """Versions that have figures, ascending."""
+        return sorted(int(path.stem[1:]) for path in self._run_dir.glob("evaluations/v*.json"))
 
-    def _evaluate(self, student: PreTrainedModel, version: int) -> HeldOut | None:
-        with self._tracer.span("evaluate"):
-            found = self._held_out(student, version)
-            if self._callbacks.evaluate is not None:
-                self._tracking.log(version, self._callbacks.evaluate(student, version))
-        return found
+    def write(self, version: int, found: HeldOut) -> None:
+        """Keep the figures of ``version``, whole or not at all."""
+        write_whole(self._run_dir, _path(version), json.dumps(asdict(found), ensure_ascii=False).encode())
 
-    def _sampling(self) -> SamplingConfig:
-        sampling, longest = self._config.rollout.sampling, self._config.evaluation.max_new_tokens
-        return sampling if longest is None else replace(sampling, max_new_tokens=longest)
+    def read(self, version: int) -> HeldOut:
+        """What ``write`` wrote."""
+        return cattrs.structure(json.loads((self._run_dir / _path(version)).read_bytes()), HeldOut)
 
-    def _held_out(self, student: PreTrainedModel, version: int) -> HeldOut | None:
-        """The held-out figures; None without held-out prompts, or without the teacher's weights."""
-        config = self._config
-        if not self._prompts or not config.teacher.weights_are_here:
-            return None
-        if self._teacher is None:
-            self._teacher = AutoModelForCausalLM.from_pretrained(config.teacher.model, dtype=torch.float32)
-            self._teacher.to(student.device)
-        found = held_out_kl(
-            student,
-            self._teacher,
-            self._prompts,
-            self._sampling(),
-            tokenizer=self._checks.tokenizer,
-            eos_token_ids=self._checks.ids.eos_ids,
+    def forget_after(self, version: int) -> None:
+        """Delete the figures of newer versions: they belong to a timeline that was lost."""
+        for lost in self.versions():
+            if lost > version:
+                (self._run_dir / _path(lost)).unlink()
+
+
+@dataclass(kw_only=True, slots=True)
+class HeldOutWorker:
+    """Evaluates published versions in slices of ``SLICE_S``, in the scoring stage's process and thread.
+
+    teacher     gives what runs the teacher; asked once something is due
+    """
+
+    stage: Stage
+    folder: RunFolder
+    files: HeldOutFiles
+    weights: WeightPublisher
+    teacher: Callable[[], CausalModel]
+    _steps: Generator[None, None, HeldOut] | None = None
+    _version: int = -1
+
+    def work(self) -> bool:
+        """A slice of the oldest version that is due; False where none is."""
+        if self._steps is None:
+            due = self.files.waiting(self.weights.versions())
+            if not due:
+                return False
+            self._version = due[0]
+        cores = _every_core() if self.stage.ledger.finished else nullcontext()
+        with cores, self.stage.tracer.span("evaluate", version=self._version):
+            self._slice()
+        return True
+
+    def _slice(self) -> None:
+        until = time.monotonic() + SLICE_S
+        if self._steps is None:
+            self._steps = self._begin()
+        try:
+            while time.monotonic() < until:
+                self.stage.beat()
+                next(self._steps)
+        except StopIteration as end:
+            self._steps = None
+            self.files.write(self._version, end.value)
+            self.stage.hand_on()
+
+    def _begin(self) -> Generator[None, None, HeldOut]:
+        config, ids = self.folder.config(), self.folder.token_ids()
+        student = AutoModelForCausalLM.from_pretrained(config.student, dtype=DTYPES[config.rollout.dtype])
+        load_weights_into(student, self.weights.directory(self._version))
+        longest = config.evaluation.max_new_tokens
+        sampling = config.rollout.sampling
+        return held_out_steps(
+            student.to(device()),
+            self.teacher(),
+            read_prompts(self.folder.held_out_path),
+            sampling if longest is None else replace(sampling, max_new_tokens=longest),
+            tokenizer=AutoTokenizer.from_pretrained(config.student),
+            eos_token_ids=ids.eos_ids,
             temperature=config.objective.temperature,
             batch=config.evaluation.batch,
         )
-        if not config.evaluation.every:
-            # Nothing needs it until the run is over.
-            self._teacher = None
-        self._tracking.evaluation(version, found)
-        if self._callbacks.on_evaluation is not None:
-            self._callbacks.on_evaluation(version, found)
-        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class HeldOutCollector:
+    """What the learner's process does with the figures: each is logged once, in order, and told to the caller.
+
+    logged      versions whose figures an earlier life of the run has logged
+    """
+
+    files: HeldOutFiles
+    tracking: RunTracking
+    told: Callable[[int, HeldOut], None] | None
+    logged: set[int]
+
+    def collect(self) -> None:
+        """Log what is new."""
+        for version in self.files.versions():
+            if version not in self.logged:
+                self.logged.add(version)
+                found = self.files.read(version)
+                self.tracking.evaluation(version, found)
+                if self.told is not None:
+                    self.told(version, found)
 
 
 @contextmanager
 def _every_core() -> Iterator[None]:
+    """After the last step no other stage works any more."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(cores())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _path(version: int) -> str:
+    return f"evaluations/v{version:08d}.json"

@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 from asyncopd.config import RunConfig, flat, plain
 from asyncopd.errors import AsyncOPDError, CheckpointError, ConfigError
 from asyncopd.final_student import help_write_final_student, write_final_student
-from asyncopd.held_out import HeldOutEvaluation
+from asyncopd.held_out import HeldOutCollector, HeldOutFiles
 from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
 from asyncopd.learner.load import load_learner, open_accelerator
@@ -40,7 +40,7 @@ from asyncopd.storage import blaming_storage
 from asyncopd.supervisor import Supervisor
 from asyncopd.tracking.chrome_trace import write_chrome_trace
 from asyncopd.tracking.live import LiveView
-from asyncopd.tracking.metrics import HeldOutLike, read_evaluations
+from asyncopd.tracking.metrics import read_evaluations
 from asyncopd.tracking.report import write_report
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import write_summary
@@ -126,7 +126,7 @@ class _Run:
             with StopRequest():
                 if start not in WeightStore(folder.path).versions():
                     take_part(learner.weights())
-                version = self._loop(learner, tracer, None, None).run(start)
+                version = self._loop(learner, tracer, None).run(start)
                 self.accelerator.wait_for_everyone()
                 if version == config.steps:
                     help_write_final_student(learner)
@@ -139,25 +139,28 @@ class _Run:
         """What rank 0 does around the training loop."""
         config, folder = self.config, self.folder
         tracking = self._open_tracking(start, tracker_ids)
-        evaluation = HeldOutEvaluation(config, checks, tracking, tracer, self.callbacks)
         ledger = self._open_ledger(checks, start)
         owner = self._owner(ledger, tracking, tracer)
+        loop = self._loop(learner, tracer, owner)
         with owner.stop:
-            before = self._first_evaluation(evaluation, learner, start)
             owner.publisher.publish(start, learner.weights())
             if ledger.published_version < start or start == 0:
                 ledger.publish(start)
+            if start == 0:
+                self._evaluate(learner, owner, tracer, start)
             tracer.instant(RUN)
             view = LiveView(folder.path) if config.tracking.live_view else nullcontext()
             with view, self._workers(owner):
-                version = self._loop(learner, tracer, owner, evaluation).run(start)
-            tracer.instant(RUN_END)
-            self.accelerator.wait_for_everyone()
-            if version < config.steps:
-                LOG.warning("stopped at policy version %d; go on with --resume --name %s", version, config.name)
-                tracking.finish({})
-                return RunResult(path=folder.path, policy_version=version, stopped=True, before=before)
-            after = evaluation.outermost(learner.student, version)
+                version = loop.run(start)
+                tracer.instant(RUN_END)
+                self.accelerator.wait_for_everyone()
+                if version == config.steps:
+                    owner.await_evaluations()
+        figures = {evaluation.policy_version: evaluation for evaluation in read_evaluations(folder.path)}
+        if version < config.steps:
+            LOG.warning("stopped at policy version %d; go on with --resume --name %s", version, config.name)
+            tracking.finish({})
+            return RunResult(path=folder.path, policy_version=version, stopped=True, before=figures.get(0))
         summary = write_summary(folder.path)
         write_final_student(folder.final_path, learner, checks, config, summary)
         tracking.finish(summary.as_dict())
@@ -169,8 +172,8 @@ class _Run:
             policy_version=version,
             stopped=False,
             summary=summary,
-            before=before,
-            after=after,
+            before=figures.get(0),
+            after=figures.get(version),
             final=folder.final_path,
         )
 
@@ -232,12 +235,12 @@ class _Run:
             ids=ids,
         )
 
-    def _first_evaluation(self, evaluation: HeldOutEvaluation, learner: Learner, start: int) -> HeldOutLike | None:
-        """The figures before the first step; a run resumed later on has them already, if it has any."""
-        recorded = read_evaluations(self.folder.path)
-        if recorded:
-            return recorded[0]
-        return evaluation.outermost(learner.student, 0) if start == 0 else None
+    def _evaluate(self, learner: Learner, owner: Owner, tracer: Tracer, version: int) -> None:
+        """The caller's own evaluation, where there is one and the version is due."""
+        config, own = self.config, self.callbacks.evaluate
+        if own is not None and config.evaluation.due(version, config.steps):
+            with tracer.span("evaluate"):
+                owner.tracking.log(version, own(learner.student, version))
 
     def _open_ledger(self, checks: Preflight, start: int) -> Ledger:
         """The sample queue: new, or rolled back to the checkpoint's version with the lost timeline cleared away."""
@@ -245,11 +248,13 @@ class _Run:
         weights, checkpoints = WeightStore(folder.path), CheckpointStore(folder.path)
         if not folder.ledger_path.exists():
             save_prompts(folder.prompts_path, checks.prompts.prompts)
+            save_prompts(folder.held_out_path, checks.prompts.held_out[: config.evaluation.prompts])
             folder.write_token_ids(checks.ids)
             return self._new_ledger(ledger_plan(config, len(checks.prompts.prompts)))
         ledger = Ledger.open(folder.ledger_path)
         weights.forget_after(start)
         checkpoints.forget_after(start)
+        HeldOutFiles(folder).forget_after(start)
         resumed = ledger.resume(start, min(weights.versions(), default=None))
         LOG.warning("resumed at policy version %d: %s", start, resumed)
         return ledger
@@ -266,6 +271,14 @@ class _Run:
         config, path = self.config, self.folder.path
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
+        held_out = HeldOutCollector(
+            files=HeldOutFiles(self.folder),
+            tracking=tracking,
+            told=self.callbacks.on_evaluation,
+            logged={evaluation.policy_version for evaluation in read_evaluations(path)},
+        )
+        if not config.teacher.weights_are_here:
+            LOG.warning("no held-out figures: the teacher's weights are not here; set teacher.model to their folder")
 
         def wake() -> None:
             ring(path, "learner")
@@ -289,6 +302,7 @@ class _Run:
             stop=StopRequest(wake=wake, at_once=supervisor.kill),
             doorbell=doorbell,
             rollout_workers=[spec.name for spec in specs if spec.kind == "rollout"],
+            held_out=held_out,
             lag=config.lag or 0,
         )
 
@@ -301,12 +315,10 @@ class _Run:
         finally:
             owner.supervisor.stop()
 
-    def _loop(
-        self, learner: Learner, tracer: Tracer, owner: Owner | None, evaluation: HeldOutEvaluation | None
-    ) -> LearnerLoop:
+    def _loop(self, learner: Learner, tracer: Tracer, owner: Owner | None) -> LearnerLoop:
         def evaluate(version: int) -> None:
-            if evaluation is not None:
-                evaluation.between(learner.student, version)
+            if owner is not None:
+                self._evaluate(learner, owner, tracer, version)
 
         return LearnerLoop(
             learner,

@@ -1,7 +1,7 @@
 """The run folder: where everything of one run is, and who may write there.
 
 config.yaml   resolved configuration          ledger.sqlite   the sample queue
-prompts       tokenised prompts               payloads/       rollouts and teacher records
+prompts       tokenised prompts, and held_out payloads/       rollouts and teacher records
 tokens.json   vocabulary and special ids      weights/        published policy versions
 logs/ trace/  one file a process              checkpoints/    what --resume continues from
 metrics.jsonl, summary.json, report.html      final/          the student, as an HF checkpoint
@@ -87,6 +87,10 @@ class RunFolder:
     @property
     def prompts_path(self) -> Path:
         return self.path / "prompts.jsonl"
+
+    @property
+    def held_out_path(self) -> Path:
+        return self.path / "held_out.jsonl"
 
     @property
     def final_path(self) -> Path:

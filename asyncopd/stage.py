@@ -42,9 +42,14 @@ class Stage:
         return logging.getLogger(f"asyncopd.{self.name}")
 
     @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was told to stop."""
+        return self._stop.is_set()
+
+    @property
     def stopping(self) -> bool:
         """Whether the run is over or this process was told to stop."""
-        return self._stop.is_set() or self.ledger.finished
+        return self.told_to_stop or self.ledger.finished
 
     def stop(self) -> None:
         """Ask the stage to end after what it is doing; safe from another thread."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from asyncopd.config import RunConfig
+from asyncopd.held_out import HeldOutFiles, HeldOutWorker
 from asyncopd.learner.step import DTYPES
 from asyncopd.objectives import build_objective
 from asyncopd.prompts import read_prompts
@@ -18,7 +19,7 @@ from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
 from asyncopd.supervisor import WorkerSpec
-from asyncopd.teachers import build_scorer, device
+from asyncopd.teachers import build_scorer, device, running_teacher
 from teacher_cache.cached_scorer import CacheCounts
 
 
@@ -67,13 +68,22 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     objective = build_objective(config.objective)
     draw = objective.draws.get("teacher")
     cache = CacheCounts()
+    ids = folder.token_ids()
+    scorer = build_scorer(config, ids, stage.beat, cache)
     return ScoringWorker(
         stage=stage,
-        scorer=build_scorer(config, folder.token_ids(), stage.beat, cache),
+        scorer=scorer,
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
         origins=objective.origins,
+        held_out=HeldOutWorker(
+            stage=stage,
+            folder=folder,
+            files=HeldOutFiles(folder),
+            weights=WeightStore(folder.path),
+            teacher=lambda: running_teacher(config, ids, scorer),
+        ),
         cache=cache if config.teacher.cache is not None else None,
         teachers={prompt.index: prompt.teacher for prompt in read_prompts(folder.prompts_path)}
         if config.teacher.named

@@ -71,6 +71,12 @@ class CachedScorer:
         """The teacher behind the cache."""
         return self._identity
 
+    def behind(self) -> Scorer:
+        """The scorer behind the cache, made if it was not needed before."""
+        if self._scorer is None:
+            self._scorer = self._load()
+        return self._scorer
+
     def score(self, requests: Sequence[ScoreRequest]) -> list[TeacherRecord | ScoringError]:
         """One result a request, in order: its record, or the error of a request that cannot be scored."""
         keys = [record_key(self._identity.fingerprint, request, self._precision) for request in requests]
@@ -83,15 +89,10 @@ class CachedScorer:
         self.counts.misses += len(missing)
         self.counts.read_bytes += sum(record.nbytes for record in packed.values())
         if missing:
-            for place, result in zip(missing, self._inner().score([requests[p] for p in missing]), strict=True):
+            for place, result in zip(missing, self.behind().score([requests[p] for p in missing]), strict=True):
                 results[place] = result
             self._keep({keys[place]: (requests[place], results[place]) for place in missing})
         return [result for result in results if result is not None]
-
-    def _inner(self) -> Scorer:
-        if self._scorer is None:
-            self._scorer = self._load()
-        return self._scorer
 
     def _unpacked(self, packed: PackedRecord | None, request: ScoreRequest) -> TeacherRecord | None:
         if packed is None:

@@ -56,7 +56,7 @@ class CausalScorer:
     def __init__(self, model: CausalModel, *, temperature: float, batch_tokens: int, teacher: str) -> None:
         if not temperature > 0:
             raise ScoringError(f"temperature is {temperature}; expected above 0, the objective's temperature")
-        self._model = model
+        self.model = model
         self._temperature = temperature
         self._batch_tokens = batch_tokens
         self._teacher = teacher
@@ -64,7 +64,7 @@ class CausalScorer:
     @property
     def max_context(self) -> int:
         """Longest prompt plus response, in tokens."""
-        return self._model.max_context
+        return self.model.max_context
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TeacherRecord | ScoringError]:
         """One result a request, in order: its record, or the error of a request that cannot be scored.
@@ -75,7 +75,7 @@ class CausalScorer:
         results: list[TeacherRecord | ScoringError | None] = [
             refusal(
                 request,
-                vocabulary=self._model.vocabulary,
+                vocabulary=self.model.vocabulary,
                 max_context=self.max_context,
                 temperature=self._temperature,
             )
@@ -83,11 +83,11 @@ class CausalScorer:
         ]
         accepted = [place for place, refused in enumerate(results) if refused is None]
         builders = {
-            place: RecordBuilder(requests[place], self._temperature, self._teacher, self._model.vocabulary)
+            place: RecordBuilder(requests[place], self._temperature, self._teacher, self.model.vocabulary)
             for place in accepted
         }
         read_answers(
-            self._model,
+            self.model,
             [(requests[place], builders[place]) for place in accepted],
             temperature=self._temperature,
             batch_tokens=self._batch_tokens,

@@ -103,8 +103,9 @@ class ThreadedWorkers:
         self._threads = [threading.Thread(target=self._work, args=(spec,)) for spec in workers]
         self._stages: list[Stage] = []
         self._error: Exception | None = None
-        # transformers cannot load two models at the same time in one process.
+        # transformers cannot load two models at the same time in one process, and the scorer loads more as it goes on.
         self._loading = threading.Lock()
+        self._loaded = threading.Barrier(len(self._threads))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -130,7 +131,11 @@ class ThreadedWorkers:
                 self._stages.append(stage)
                 with self._loading:
                     worker = build_worker(spec.kind, stage, self._folder)
+                self._loaded.wait(60)
                 worker.run()
+        except threading.BrokenBarrierError:
+            return
         except Exception as error:  # noqa: BLE001  whatever a stage raises is the run's to report
             self._error = error
+            self._loaded.abort()
             self._on_death()

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from asyncopd.errors import DeadlineError
+from asyncopd.held_out import HeldOutCollector
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
@@ -39,6 +40,7 @@ STALL_S = 1800.0
 class Owner:
     """What only rank 0 holds.
 
+    held_out    what the scoring stage finds out on held-out prompts
     lag         policy versions of a lagged mode whose weights a resume may need; 0 otherwise
     """
 
@@ -51,6 +53,7 @@ class Owner:
     stop: StopRequest
     doorbell: Doorbell
     rollout_workers: Sequence[str]
+    held_out: HeldOutCollector
     lag: int
 
     def next_batch(self) -> Batch | None:
@@ -58,6 +61,7 @@ class Owner:
         counts, since = self.ledger.counts(), time.monotonic()
         while not self.stop.asked:
             self.supervisor.check()
+            self.held_out.collect()
             batch = self.ledger.lease_batch()
             if batch is not None:
                 return batch
@@ -86,7 +90,15 @@ class Owner:
         oldest = min(self.checkpoints.versions(), default=0)
         delete_payloads(self.run_dir, self.ledger.forget_payloads(oldest))
         # Outside the lagged modes a worker may still be opening the version before this one.
-        self.publisher.keep_from(oldest - self.lag if self.lag else version - 1)
+        needed = oldest - self.lag if self.lag else version - 1
+        self.publisher.keep_from(needed, self.held_out.files.waiting(self.publisher.versions()))
+
+    def await_evaluations(self) -> None:
+        """Wait for the figures of all published versions that are due, unless a stop is asked for."""
+        while self.held_out.files.waiting(self.publisher.versions()) and not self.stop.asked:
+            self.supervisor.check()
+            self.doorbell.wait(SLOW_POLL_S)
+        self.held_out.collect()
 
 
 class LearnerLoop:
@@ -107,7 +119,7 @@ class LearnerLoop:
         on_checkpoint: Callable[[int, Path], None] | None = None,
         evaluate: Callable[[int], None] | None = None,
     ) -> None:
-        """``evaluate`` is called on rank 0 after each step with the new version and decides itself when it is due."""
+        """``evaluate`` is the caller's own, on rank 0 after each step; it decides itself whether a version is due."""
         self.learner = learner
         self.accelerator = accelerator
         self.run_dir = run_dir

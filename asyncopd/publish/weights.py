@@ -7,6 +7,7 @@ Versions may skip numbers; a reader takes the newest whole one or the one it was
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -32,8 +33,8 @@ class WeightPublisher(Protocol):
     def settle(self, oldest: int) -> None:
         """Make the versions from ``oldest`` on survive a loss of power: a checkpoint is about to count on them."""
 
-    def keep_from(self, version: int) -> None:
-        """Delete versions older than ``version``; the newest is always kept."""
+    def keep_from(self, version: int, besides: Collection[int] = ()) -> None:
+        """Delete versions older than ``version`` and not among ``besides``; the newest is always kept."""
 
     def forget_after(self, version: int) -> None:
         """Delete versions newer than ``version``: they belong to a timeline that was lost."""
@@ -81,10 +82,10 @@ class WeightStore:
                     sync_file(path)
         sync_file(self.root)
 
-    def keep_from(self, version: int) -> None:
-        """Delete what is older than ``version``, the newest excepted."""
+    def keep_from(self, version: int, besides: Collection[int] = ()) -> None:
+        """Delete what is older than ``version``, the newest and ``besides`` excepted."""
         for old in self.versions()[:-1]:
-            if old < version:
+            if old < version and old not in besides:
                 self._delete(old)
 
     def forget_after(self, version: int) -> None:
