@@ -47,3 +47,11 @@ class DeadlineError(AsyncOPDError):
 
 class RolloutError(AsyncOPDError):
     """The rollout engine refused a request, or its weights give no distribution to sample from."""
+
+
+class RequestRefusedError(RolloutError):
+    """No engine of this run can serve the request, whatever the weights: its sample is quarantined."""
+
+
+class WeightsMismatchError(AsyncOPDError):
+    """The engine's logprobs under published weights are not the learner's: an update did not arrive whole."""

@@ -1,8 +1,10 @@
 """Everything about a run that can be checked before weights are loaded."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from asyncopd.config import RunConfig
@@ -10,6 +12,8 @@ from asyncopd.errors import ConfigError
 from asyncopd.interface import Inputs
 from asyncopd.objectives import Objective, build_objective
 from asyncopd.prompts import PromptSet, load_prompts
+from asyncopd.proposal import check_proposal
+from asyncopd.rollout.vllm_config import check_placement
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import DEFAULT
 from asyncopd.supervisor import check_devices
@@ -39,6 +43,11 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     ConfigError or DataError says what to mend. Where a teacher's weights are not here, the student's outline stands for
     it; services say by handshake what they are.
     """
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        check_placement(
+            rollout.vllm, rollout.workers, rollout.devices, torch.cuda.is_available(), os.sched_getaffinity(0)
+        )
     check_devices(worker_specs(config), learner_devices())
     student = outline(config.student, "student")
     teacher_path = config.teacher.model if config.teacher.weights_are_here else config.student
@@ -48,7 +57,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     shared = check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(teacher_path), generation)
     require_head(student.get_text_config(decoder=True).vocab_size, shared, "student")
     require_head(teacher.get_text_config(decoder=True).vocab_size, shared, "teacher")
-    sampling = config.rollout.sampling
+    sampling = rollout.sampling
     config.objective.validate_with_sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -60,6 +69,8 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     context = min(contexts) - sampling.max_new_tokens
     if context < 1:
         raise ConfigError(
+    if rollout.engine == "vllm" and rollout.vllm.max_context:
+        contexts.append(rollout.vllm.max_context)
             f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; expected less than the shortest context of "
             f"student and teachers ({contexts}), so that a prompt fits before the answer"
         )

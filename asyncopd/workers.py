@@ -28,7 +28,8 @@ def worker_specs(config: RunConfig) -> list[WorkerSpec]:
     _, rollout_threads, teacher_threads = config.threads(cores())
     devices = config.rollout.devices.split(";") if config.rollout.devices else [""] * config.rollout.workers
     rollouts = [
-        WorkerSpec(kind="rollout", index=index, threads=rollout_threads, devices=devices[index])
+    groups = _core_groups(config) or [[]] * config.rollout.workers
+        WorkerSpec(kind="rollout", index=index, threads=len(groups[index]) or rollout_threads, devices=devices[index])
         for index in range(config.rollout.workers)
     ]
     return [*rollouts, WorkerSpec(kind="scorer", index=0, threads=teacher_threads, devices=config.teacher.devices)]
@@ -54,7 +55,15 @@ def build_worker(kind: str, stage: Stage, folder: RunFolder) -> RolloutWorker | 
 
 
 def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> RolloutWorker:
+def _core_groups(config: RunConfig) -> list[list[int]]:
+    """The CPU cores of each rollout worker, where they are bound to any."""
+    return config.rollout.vllm.core_groups if config.rollout.engine == "vllm" else []
+
+
     return RolloutWorker(
+    groups = _core_groups(config)
+    if groups:
+        os.sched_setaffinity(0, groups[int(stage.name.rpartition("-")[2])])
         stage=stage,
         engine=ENGINES[config.rollout.engine](config, folder.token_ids()),
         weights=WeightStore(folder.path),
@@ -125,3 +134,22 @@ ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
     "scripted": _scripted_engine,
     "transformers": _transformers_engine,
 }
+def _vllm_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+    # Here, because vLLM is optional and takes seconds to import.
+    from asyncopd.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        config.student,
+        vocabulary=ids.vocabulary,
+        eos_token_ids=ids.eos_ids,
+        sampling=config.rollout.sampling,
+        run_seed=config.seed,
+        design=_rollout_design(config),
+        temperature=config.objective.temperature,
+        dtype=DTYPES[config.rollout.dtype],
+        slots=config.rollout.slots,
+        config=config.rollout.vllm,
+    )
+
+
+    "vllm": _vllm_engine,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncopd.errors import ConfigError, RolloutError
+from asyncopd.errors import ConfigError, RequestRefusedError, RolloutError
 from asyncopd.rollout.sampling import SamplingConfig, draw_tokens, sampling_logprobs, token_uniforms
 from asyncopd.types import FinishReason, Rollout, RolloutRequest
 from teacher_cache.designs import SupportDesign, draw_candidates, parse_design
@@ -29,6 +29,20 @@ class Answer:
     versions: list[int] = field(default_factory=list)
     log_b: list[float] = field(default_factory=list)
     drawn: list[tuple[CandidateSet, int]] = field(default_factory=list)
+
+    def forget_tokens(self) -> None:
+        """Begin anew."""
+        for kept in (self.tokens, self.versions, self.log_b, self.drawn):
+            kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What one step drew: of each answer a token, its behaviour logprob (nats) and a row of the candidates, if any."""
+
+    tokens: list[int]
+    log_b: list[float]
+    candidates: CandidateSet | None
 
 
 class AnswerSampler:
@@ -67,18 +81,24 @@ class AnswerSampler:
     ) -> list[Answer]:
         """The requests as new answers.
 
-        RolloutError, and none is admitted, if one needs other weights than ``version``, is in flight already, has an
-        empty prompt, or would outgrow ``max_context``.
+        None is admitted on RequestRefusedError, for a prompt that is empty, would outgrow ``max_context`` or has a
+        token beyond the vocabulary, and on RolloutError, for a request that needs other weights than ``version`` or is
+        in flight already.
         """
         taken = {answer.request.uid for answer in in_flight}
         for request in requests:
             check_version(request, version)
             longest = len(request.prompt_ids) + self.sampling.max_new_tokens
             if not request.prompt_ids or longest > max_context:
-                raise RolloutError(
+                raise RequestRefusedError(
                     f"{request.uid}: {len(request.prompt_ids)} prompt tokens and up to "
                     f"{self.sampling.max_new_tokens} new ones; expected at least one prompt token and at most "
                     f"{max_context} in all: leave the prompt out or lower sampling.max_new_tokens"
+                )
+            if max(request.prompt_ids) >= self.vocabulary:
+                raise RequestRefusedError(
+                    f"{request.uid} has the token id {max(request.prompt_ids)} in its prompt; expected ids below "
+                    f"{self.vocabulary}, the tokenizer's size: tokenise the prompts with the student's tokenizer"
                 )
             if request.uid in taken:
                 raise RolloutError(f"{request.uid} is in flight already; submit each uid once")
@@ -88,11 +108,20 @@ class AnswerSampler:
     def sample(self, answers: Sequence[Answer], logits_BV: Tensor, version: int) -> None:
         """Append one token, its behaviour logprob, its version and its candidates to every answer.
 
+        Arguments and errors as ``draw`` says.
+        """
+        draws = self.draw(
+            [answer.request.uid for answer in answers], [len(answer.tokens) for answer in answers], logits_BV, version
+        )
+        for row, answer in enumerate(answers):
+            self.append(answer, draws, row, version)
+
+    def draw(self, uids: Sequence[str], positions: Sequence[int], logits_BV: Tensor, version: int) -> Draws:
+        """The token at ``positions[i]`` of the answer ``uids[i]``, and candidates beside it.
+
         logits_BV    float32, after the model's own scale and soft-cap, real vocabulary only
         RolloutError if the logits of an answer are not finite.
         """
-        uids = [answer.request.uid for answer in answers]
-        positions = [len(answer.tokens) for answer in answers]
         log_b_BV = sampling_logprobs(
             logits_BV,
             self.sampling,
@@ -101,29 +130,33 @@ class AnswerSampler:
         )
         tokens_B = draw_tokens(log_b_BV, token_uniforms(self._run_seed, uids, positions))
         log_b_B = log_b_BV.gather(1, tokens_B[:, None])[:, 0].tolist()
-        for answer, token, log_b in zip(answers, tokens_B.tolist(), log_b_B, strict=True):
+        for uid, position, log_b in zip(uids, positions, log_b_B, strict=True):
             if not -float("inf") < log_b <= 0:
                 raise RolloutError(
-                    f"{answer.request.uid}: token {len(answer.tokens)} has logprob {log_b} under version {version}; "
+                    f"{uid}: token {position} has logprob {log_b} under version {version}; "
                     "the weights give no finite logits: look at the learner's losses, or roll out in float32"
                 )
-            answer.tokens.append(token)
-            answer.log_b.append(log_b)
-            answer.versions.append(version)
-        if self._design is None or self._design.budget == 0:
-            return
-        plain = not self.sampling.truncated and self.sampling.temperature == self._temperature
-        drawn = draw_candidates(
-            self._design,
-            log_g_TV=log_b_BV if plain else torch.log_softmax(logits_BV / self._temperature, dim=-1),
-            noise=noise_for(self._run_seed, list(zip(uids, positions, strict=True)), CANDIDATE_STREAM),
-            sampled_T=tokens_B,
-            origin="student",
-            temperature=self._temperature,
-            version=version,
-        )
-        for row, answer in enumerate(answers):
-            answer.drawn.append((drawn, row))
+        candidates = None
+        if self._design is not None and self._design.budget > 0:
+            plain = not self.sampling.truncated and self.sampling.temperature == self._temperature
+            candidates = draw_candidates(
+                self._design,
+                log_g_TV=log_b_BV if plain else torch.log_softmax(logits_BV / self._temperature, dim=-1),
+                noise=noise_for(self._run_seed, list(zip(uids, positions, strict=True)), CANDIDATE_STREAM),
+                sampled_T=tokens_B,
+                origin="student",
+                temperature=self._temperature,
+                version=version,
+            )
+        return Draws(tokens_B.tolist(), log_b_B, candidates)
+
+    def append(self, answer: Answer, draws: Draws, row: int, version: int) -> None:
+        """Row ``row`` of the draws becomes the answer's next token."""
+        answer.tokens.append(draws.tokens[row])
+        answer.log_b.append(draws.log_b[row])
+        answer.versions.append(version)
+        if draws.candidates is not None:
+            answer.drawn.append((draws.candidates, row))
 
     def finish(self, answer: Answer) -> FinishReason | None:
         """Why the answer has ended; None if it has not."""

@@ -1,23 +1,25 @@
 """The rollout stage: leases prompts, steps an engine, hands finished answers to the queue.
 
-One loop serves every mode. Between two decode steps the worker takes new weights (``keep``) or waits until nothing is
-in flight (``drain``); in the pinned modes it takes one whole group and exactly the version the group asks for.
+One loop serves every mode. Between two decode steps the worker takes new weights (``keep``, ``abort``) or waits until
+nothing is in flight (``drain``); in the pinned modes it takes one whole group and exactly the version the group asks
+for.
 """
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from asyncopd.errors import ConfigError, StaleLeaseError
+from asyncopd.errors import ConfigError, RequestRefusedError, StaleLeaseError
 from asyncopd.publish import WeightPublisher
 from asyncopd.queue.ledger import Lease
 from asyncopd.queue.payloads import write_rollout
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.rollout.vllm_config import VllmEngineConfig
 from asyncopd.stage import Stage
 from asyncopd.types import Prompt, Rollout, RolloutRequest
 
-ENGINES = ("transformers", "scripted")
+ENGINES = ("transformers", "vllm", "scripted")
 _SPAN_S = 1.0
 """Decode steps are traced as spans of about this many seconds."""
 _LOOK_S = 0.05
@@ -29,7 +31,7 @@ class RolloutConfig:
     """The rollout pool."""
 
     engine: str = "transformers"
-    """Engine: ``transformers``, or ``scripted`` (no model; for tests and simulations)."""
+    """Engine: ``transformers``, ``vllm``, or ``scripted`` (no model; for tests and simulations)."""
     workers: int = 1
     """Rollout processes."""
     slots: int = 16
@@ -39,8 +41,12 @@ class RolloutConfig:
     samples_per_prompt: int = 1
     """Answers to each prompt."""
     weights: str = "keep"
-    """New weights arrive between decode steps (``keep``: later tokens carry the new version) or when nothing is
-    in flight (``drain``)."""
+    """New weights arrive between decode steps (``keep``: later tokens carry the new version, over the state that older
+    weights left), when nothing is in flight (``drain``), or between decode steps with the state computed anew
+    (``abort``)."""
+    on_abort: str = "continue"
+    """With ``weights: abort``: answers in flight go on after the tokens they have (``continue``), or begin anew
+    (``regenerate``)."""
     dtype: str = "bf16"
     """Dtype of the engine and of the published weights, ``bf16`` or ``fp32``."""
     threads: int = 0
@@ -49,12 +55,16 @@ class RolloutConfig:
     """GPUs as physical ids, one group a worker, for example "4;5"; empty: the first one, or the CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution."""
+    vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
+    """Options of the engine ``vllm``."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"rollout.engine is {self.engine!r}; expected one of {list(ENGINES)}")
-        if self.weights not in ("keep", "drain"):
-            raise ConfigError(f"rollout.weights is {self.weights!r}; expected keep or drain")
+        if self.weights not in ("keep", "drain", "abort"):
+            raise ConfigError(f"rollout.weights is {self.weights!r}; expected keep, drain or abort")
+        if self.on_abort not in ("continue", "regenerate"):
+            raise ConfigError(f"rollout.on_abort is {self.on_abort!r}; expected continue or regenerate")
         if self.dtype not in ("bf16", "fp32"):
             raise ConfigError(f"rollout.dtype is {self.dtype!r}; expected bf16 or fp32")
         for name, value in (("workers", self.workers), ("slots", self.slots), ("refill", self.refill)):
@@ -112,7 +122,7 @@ class RolloutWorker:
     def _take_newest_weights(self) -> None:
         """Move to the newest published version, where the arrival policy allows it now."""
         newest = self.stage.ledger.published_version
-        if newest > self.engine.policy_version and (self.config.weights == "keep" or self.engine.in_flight == 0):
+        if newest > self.engine.policy_version and (self.config.weights != "drain" or self.engine.in_flight == 0):
             self._load(newest)
 
     def _refill(self) -> None:
@@ -150,20 +160,39 @@ class RolloutWorker:
         self.stage.beat()
         with self.stage.tracer.span("load_weights", version=version):
             self.engine.load_weights(self.weights.directory(version), version)
+            if self.config.weights == "abort" and self.engine.in_flight > 0:
+                self.engine.restart(keep_tokens=self.config.on_abort == "continue")
 
     def _submit(self, lease: Lease) -> None:
-        self.engine.submit(
-            [
-                RolloutRequest(
-                    uid=sample.uid,
-                    prompt_ids=self.prompts[sample.prompt_index].token_ids,
-                    min_version=sample.min_version,
-                    exact_version=sample.exact_version,
-                )
-                for sample in lease.samples
-            ]
-        )
-        self._tokens.update({sample.uid: lease.token for sample in lease.samples})
+        """Hand a lease to the engine; a sample that it refuses is quarantined, the others go on."""
+        requests = [
+            RolloutRequest(
+                uid=sample.uid,
+                prompt_ids=self.prompts[sample.prompt_index].token_ids,
+                min_version=sample.min_version,
+                exact_version=sample.exact_version,
+            )
+            for sample in lease.samples
+        ]
+        try:
+            self.engine.submit(requests)
+            refused = set()
+        except RequestRefusedError:
+            refused = {request.uid for request in requests if not self._submit_one(lease, request)}
+        self._tokens.update({request.uid: lease.token for request in requests if request.uid not in refused})
+
+    def _submit_one(self, lease: Lease, request: RolloutRequest) -> bool:
+        """Whether the engine takes it; if not, it is quarantined."""
+        try:
+            self.engine.submit([request])
+        except RequestRefusedError as error:
+            self.stage.log.warning("sample %s is quarantined (refused): %s", request.uid, error)
+            try:
+                self.stage.ledger.drop(lease.token, request.uid, "refused", str(error))
+            except StaleLeaseError:
+                self.stage.log.warning("the lease on %s ended before it could be quarantined", request.uid)
+            return False
+        return True
 
     def _decode(self) -> None:
         """Decode for about a second; answers leave, and in async mode others join, as the steps go on."""

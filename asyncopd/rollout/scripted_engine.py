@@ -122,6 +122,15 @@ class ScriptedEngine:
         """Forget requests whose lease was lost."""
         self._answers = [answer for answer in self._answers if answer.request.uid not in set(uids)]
 
+    def restart(self, keep_tokens: bool) -> None:
+        """Answers keep no state but their tokens."""
+        if not keep_tokens:
+            for answer in self._answers:
+                answer.forget_tokens()
+
+    def logprobs(self, ids: Sequence[int]) -> None:
+        """None: distributions depend on uids, not on tokens."""
+
     def _logits(self, answer: Answer) -> torch.Tensor:
         """Logits [V] of the next token: the teacher's, and a deviation that shrinks as versions go up."""
         uid, position, vocabulary = answer.request.uid, len(answer.tokens), self._sampler.vocabulary

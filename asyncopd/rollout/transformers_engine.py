@@ -148,6 +148,21 @@ class TransformersEngine:
             answers = self._running.answers
             self._remove([index for index, answer in enumerate(answers) if answer.request.uid in lost])
 
+    def restart(self, keep_tokens: bool) -> None:
+        """Compute the keys and values of every answer in flight anew, or begin them anew."""
+        self._waiting = self._answers()
+        self._running = None
+        if not keep_tokens:
+            for answer in self._waiting:
+                answer.forget_tokens()
+
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int]) -> Tensor:
+        """Logprobs of each token after the first, from one forward."""
+        ids_1L = torch.tensor([list(ids)], device=self._device)
+        logits_LV = self._model(input_ids=ids_1L, use_cache=False).logits[0, :-1, : self._sampler.vocabulary].float()
+        return torch.log_softmax(logits_LV, dim=-1).gather(1, ids_1L[0, 1:, None])[:, 0].cpu()
+
     @torch.no_grad()
     def step(self) -> list[Rollout]:
         """Sample one token for every answer in flight; the answers that ended with it.
@@ -182,12 +197,12 @@ class TransformersEngine:
         return self._forward(ids_B1, running.pads, running.cache.length + 1, running.cache)
 
     def _prefill(self) -> Tensor:
-        """Logits [answers that join, head rows] after their prompts; the answers are running from then on."""
-        prompts = [answer.request.prompt_ids for answer in self._waiting]
+        """Logits [answers that join, head rows] after all their tokens; the answers are running from then on."""
+        prompts = [[*answer.request.prompt_ids, *answer.tokens] for answer in self._waiting]
         width = max(len(prompt) for prompt in prompts)
         joining = _Running(RowCache(), self._waiting, [width - len(prompt) for prompt in prompts])
         self._waiting = []
-        ids_BP = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(joining.pads, prompts, strict=True)])
+        ids_BP = torch.tensor([[0] * pad + prompt for pad, prompt in zip(joining.pads, prompts, strict=True)])
         logits = self._forward(ids_BP, joining.pads, width, joining.cache)
         if self._running is None:
             self._running = joining

@@ -41,6 +41,38 @@ def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
         own[name].copy_(tensor)
 
 
+def stored_shapes(directory: Path) -> dict[str, list[int]]:
+    """Shapes of all tensors of a checkpoint's safetensors files, by name; CheckpointError if there is none."""
+    shapes: dict[str, list[int]] = {}
+    try:
+        for path in sorted(Path(directory).glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; was that version published whole?") from error
+    if not shapes:
+        raise CheckpointError(f"cannot read {directory}: it holds no safetensors file; was that version published?")
+    return shapes
+
+
+def check_shapes(directory: Path, own: dict[str, list[int]], *, tied_head: bool) -> None:
+    """CheckpointError where published weights do not have the tensors that an engine's model was loaded from.
+
+    tied_head   the head is the embedding, so it may be in neither, in both or in one of them
+    """
+    stored = stored_shapes(directory)
+    optional = {"lm_head.weight"} if tied_head else set()
+    missing, unexpected = own.keys() - stored.keys() - optional, stored.keys() - own.keys() - optional
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{directory} does not fit the model: missing {_some(sorted(missing))}, "
+            f"unexpected {_some(sorted(unexpected))}; publish weights of the model that rolls out"
+        )
+    for name, shape in stored.items():
+        if shape != own.get(name, shape):
+            raise CheckpointError(f"{directory}: {name} has shape {tuple(shape)}; the model's has {tuple(own[name])}")
+
+
 def _check_values(
     path: Path, own: dict[str, torch.Tensor], update: dict[str, torch.Tensor], names_of: dict[int, list[str]]
 ) -> None:

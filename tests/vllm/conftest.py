@@ -1,0 +1,60 @@
+"""Engines of the vLLM tests, each started once: the start costs far more than any test.
+
+They live until the process ends, because the first engine that goes takes vLLM's process groups with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.rollout.transformers_engine import TransformersEngine
+from asyncopd.rollout.vllm_config import VllmEngineConfig
+from tests.conftest import EOS, VOCABULARY
+from tests.vllm.models import save
+
+pytest.importorskip("vllm")
+
+KV_CACHE_GB = 0.05
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A vLLM engine and how to make the transformers engine with the same settings, over two versions A and B."""
+
+    vllm: object
+    transformers: Callable[[], TransformersEngine]
+    a: Path
+    b: Path
+
+    def load(self, *engines: object, directory: Path, version: int) -> None:
+        for engine in engines:
+            engine.load_weights(directory, version)
+
+
+_started: dict[tuple[object, ...], Pair] = {}
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Engines by model kind, sampling, design and vLLM options; version 0 is model A."""
+    folder = tmp_path_factory.mktemp("vllm-models")
+
+    def get(kind: str, *, prefix_caching: bool = True, **settings: object) -> Pair:
+        key = (kind, prefix_caching, *sorted((name, str(value)) for name, value in settings.items()))
+        if key not in _started:
+            from asyncopd.rollout.vllm_engine import VllmEngine
+
+            a, b = (save(kind, seed, folder) for seed in (0, 9))
+            common = {
+                "vocabulary": VOCABULARY, "eos_token_ids": (EOS,), "run_seed": 5, "version": 0,
+                "sampling": SamplingConfig(max_new_tokens=20), **settings,
+            }  # fmt: skip
+            config = VllmEngineConfig(kv_cache_gb=KV_CACHE_GB, prefix_caching=prefix_caching)
+            engine = VllmEngine(a, slots=6, config=config, **common)
+            _started[key] = Pair(engine, lambda: TransformersEngine(a, **common), a, b)
+        return _started[key]
+
+    return get
