@@ -45,13 +45,20 @@ class DivergenceObjective:
     def token_local(self) -> bool:
         return not self.needs_step_pass
 
-    def step_context(self, tokens: Tokens) -> StepContext:
-        """For ``mean`` centring: the token mean of the estimated reverse KL (nats) over the other sequences."""
+    def step_value(self, tokens: Tokens) -> Tensor:
+        """For ``mean`` centring: the estimated reverse KL (nats)."""
         for _, part in self.parts:
             if part.centring == "mean":
-                estimate_T = part.estimate(tokens.of_origin(part.origin))
-                return StepContext(value_T=mean_of_other_sequences(estimate_T, tokens.sequence_T))
+                return part.estimate(tokens.of_origin(part.origin))
         raise ConfigError(f"{self.config.name} needs no step pass; call token_losses without a context")
+
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> StepContext:
+        """Its token mean over the other sequences."""
+        return StepContext(value_T=mean_of_other_sequences(value_T, sequence_T))
+
+    def step_context(self, tokens: Tokens) -> StepContext:
+        """See ``Objective``."""
+        return self.over_step(self.step_value(tokens), tokens.sequence_T)
 
     def token_losses(self, tokens: Tokens, context: StepContext | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T] and metrics [T]; see ``Objective``."""

@@ -19,7 +19,7 @@ from teacher_cache.record import Origin
 class StepContext:
     """What an objective must know of the whole optimizer step before it can give a token's loss.
 
-    value_T     one detached number a token; the objective's ``step_context`` says which
+    value_T     one detached number a token; the objective's ``over_step`` says which
     """
 
     value_T: Tensor
@@ -46,14 +46,20 @@ class Objective(Protocol):
 
     @property
     def needs_step_pass(self) -> bool:
-        """Whether ``step_context`` must run over all tokens of the optimizer step first."""
+        """Whether ``token_losses`` needs a context: what must be known of the whole optimizer step first."""
 
     @property
     def token_local(self) -> bool:
         """Whether a token's loss depends on that token alone: the opposite of ``needs_step_pass``."""
 
+    def step_value(self, tokens: Tokens) -> Tensor:
+        """One detached number a token [T], from that token alone. ConfigError where no context is needed."""
+
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> StepContext:
+        """The context, from those numbers of all tokens of the optimizer step, of all ranks, and their sequences."""
+
     def step_context(self, tokens: Tokens) -> StepContext:
-        """The context, from all tokens of the optimizer step; detached. ConfigError where none is needed."""
+        """The context where all tokens of the optimizer step are at hand: ``over_step`` of ``step_value``."""
 
     def token_losses(self, tokens: Tokens, context: StepContext | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token in nats, unreduced [T], and detached metrics [T] (named in ``diagnostics.METRICS``).

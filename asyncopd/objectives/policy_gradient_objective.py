@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from asyncopd.errors import ConfigError
 from asyncopd.objectives.config import ObjectiveConfig
 from asyncopd.objectives.objective import StepContext, sampled_metrics
-from asyncopd.objectives.policy_gradients import Surrogate
+from asyncopd.objectives.policy_gradients import StepSurrogate, Surrogate
 from asyncopd.objectives.tokens import Tokens
 from teacher_cache.designs import SupportDesign
 from teacher_cache.record import Origin
@@ -39,9 +40,22 @@ class PolicyGradientObjective:
     def token_local(self) -> bool:
         return not self.needs_step_pass
 
-    def step_context(self, tokens: Tokens) -> StepContext:
+    def step_value(self, tokens: Tokens) -> Tensor:
         """What the surrogate's ``step_value`` says."""
-        return StepContext(value_T=self.surrogate.step_value(tokens))
+        return self._step_surrogate().step_value(tokens)
+
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> StepContext:
+        """What the surrogate's ``over_step`` says."""
+        return StepContext(value_T=self._step_surrogate().over_step(value_T, sequence_T))
+
+    def step_context(self, tokens: Tokens) -> StepContext:
+        """See ``Objective``."""
+        return self.over_step(self.step_value(tokens), tokens.sequence_T)
+
+    def _step_surrogate(self) -> StepSurrogate:
+        if not isinstance(self.surrogate, StepSurrogate):
+            raise ConfigError(f"{self.surrogate.name} needs no step pass; call token_losses without a context")
+        return self.surrogate
 
     def token_losses(self, tokens: Tokens, context: StepContext | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T] and metrics [T]; see ``Objective``."""

@@ -8,9 +8,9 @@ from asyncopd.objectives.policy_gradients.pg_uncorrected import PGUncorrected
 from asyncopd.objectives.policy_gradients.ppo_clip import PPOClip
 from asyncopd.objectives.policy_gradients.second_moment import SecondMoment
 from asyncopd.objectives.policy_gradients.sequence_ratio import SequenceRatio
-from asyncopd.objectives.policy_gradients.surrogate import Surrogate
+from asyncopd.objectives.policy_gradients.surrogate import StepSurrogate, Surrogate
 
-__all__ = ["SURROGATES", "Surrogate"]
+__all__ = ["SURROGATES", "StepSurrogate", "Surrogate"]
 
 SURROGATES = {
     "decoupled": Decoupled,

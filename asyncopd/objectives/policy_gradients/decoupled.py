@@ -43,6 +43,10 @@ class Decoupled:
         """``log p_prox``: the student's logprob (nats) of the sampled token at the start of the step."""
         return tokens.log_p_T.detach()
 
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> Tensor:
+        """The same."""
+        return value_T
+
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T], nats; ``clipped``: 1 where a bound or the cap took the gradient away."""
         log_prox_T = require_step_value(self.name, value_T)

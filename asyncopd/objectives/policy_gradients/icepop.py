@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from asyncopd.errors import ConfigError
-from asyncopd.objectives.policy_gradients.surrogate import Signal, advantage, no_step_value, ratio, require_signal
+from asyncopd.objectives.policy_gradients.surrogate import Signal, advantage, ratio, require_signal
 from asyncopd.objectives.tokens import Tokens
 
 
@@ -32,9 +32,6 @@ class IcePop:
                 f"icepop keeps ratios from {self.ratio_low} to {self.ratio_high}; a fresh token has ratio 1, "
                 "so 0 <= ratio_low < 1 < ratio_high, for example 0.5 and 5"
             )
-
-    def step_value(self, tokens: Tokens) -> Tensor:
-        raise no_step_value(self.name)
 
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T], nats; ``clipped``: 1 where the token was dropped."""

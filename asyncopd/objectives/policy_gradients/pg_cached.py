@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from asyncopd.objectives.policy_gradients.surrogate import advantage, no_step_value, ratio
+from asyncopd.objectives.policy_gradients.surrogate import advantage, ratio
 from asyncopd.objectives.tokens import Tokens
 
 
@@ -18,9 +18,6 @@ class PGCached:
 
     name: ClassVar[str] = "pg_cached"
     needs_step_pass: ClassVar[bool] = False
-
-    def step_value(self, tokens: Tokens) -> Tensor:
-        raise no_step_value(self.name)
 
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T], nats; no metrics of its own."""

@@ -16,7 +16,6 @@ from asyncopd.objectives.policy_gradients.surrogate import (
     Signal,
     advantage,
     clipped_surrogate,
-    no_step_value,
     ratio,
     require_clip,
     require_signal,
@@ -40,9 +39,6 @@ class PPOClip:
         require_signal(self.name, self.signal)
         if self.dual is not None and self.dual <= 1.0 + self.clip_high:
             raise ConfigError(f"dual is {self.dual}; it must exceed 1 + clip_high = {1.0 + self.clip_high}, such as 3")
-
-    def step_value(self, tokens: Tokens) -> Tensor:
-        raise no_step_value(self.name)
 
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T], nats; ``clipped``: 1 where a bound took the gradient away."""

@@ -42,12 +42,15 @@ class SecondMoment:
             )
 
     def step_value(self, tokens: Tokens) -> Tensor:
+        """``(log r)^2``, nats^2."""
+        return (tokens.log_p_T - tokens.log_b_T).detach().double().square()
+
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> Tensor:
         """1 for a kept token, 0 for a masked one."""
-        square_T = (tokens.log_p_T - tokens.log_b_T).detach().double().square()
-        ordered_T, order_T = square_T.sort()
+        ordered_T, order_T = value_T.sort()
         mean_T = ordered_T.cumsum(0) / torch.arange(1, len(ordered_T) + 1, device=ordered_T.device)
         # The running mean of an ascending sequence ascends, so the kept tokens are a prefix.
-        return torch.zeros_like(square_T).scatter_(0, order_T, (mean_T <= self.budget).double())
+        return torch.zeros_like(value_T).scatter_(0, order_T, (mean_T <= self.budget).double())
 
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [T], nats; ``clipped``: 1 where the token was masked."""

@@ -32,10 +32,13 @@ class SequenceRatio:
         require_signal(self.name, self.signal)
 
     def step_value(self, tokens: Tokens) -> Tensor:
+        """``log r``, nats."""
+        return (tokens.log_p_T - tokens.log_b_T).detach()
+
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> Tensor:
         """``log s_i`` (nats) of the sequence that each token belongs to."""
-        log_r_T = (tokens.log_p_T - tokens.log_b_T).detach()
-        _, index_T, length_N = tokens.sequence_T.unique(return_inverse=True, return_counts=True)
-        total_N = torch.zeros_like(length_N, dtype=log_r_T.dtype).index_add_(0, index_T, log_r_T)
+        _, index_T, length_N = sequence_T.unique(return_inverse=True, return_counts=True)
+        total_N = torch.zeros_like(length_N, dtype=value_T.dtype).index_add_(0, index_T, value_T)
         return (total_N / length_N)[index_T]
 
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -5,7 +5,7 @@ Shape suffixes: T tokens.
 They need the tokens to be drawn from the student's softmax at the objective's temperature, untruncated.
 """
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,13 +26,21 @@ class Surrogate(Protocol):
 
     @property
     def needs_step_pass(self) -> bool:
-        """Whether ``step_value`` must run over all tokens of the optimizer step first."""
-
-    def step_value(self, tokens: Tokens) -> Tensor:
-        """One detached number a token [T]; the surrogate says which. ConfigError where none is needed."""
+        """Whether it is a ``StepSurrogate``."""
 
     def losses(self, tokens: Tokens, value_T: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [T] and detached metrics [T]; ``value_T`` is the step value of these tokens."""
+        """Loss [T] and detached metrics [T]; ``value_T`` is what ``over_step`` says of these tokens, or None."""
+
+
+@runtime_checkable
+class StepSurrogate(Surrogate, Protocol):
+    """One that must know of the whole optimizer step before it can give a token's loss."""
+
+    def step_value(self, tokens: Tokens) -> Tensor:
+        """One detached number a token [T], which depends on that token alone."""
+
+    def over_step(self, value_T: Tensor, sequence_T: Tensor) -> Tensor:
+        """From the numbers of all tokens of the step and their sequences, the one that ``losses`` takes [T]."""
 
 
 def advantage(signal: Signal, tokens: Tokens) -> Tensor:
@@ -50,11 +58,6 @@ def clipped_surrogate(ratio_T: Tensor, advantage_T: Tensor, low: float, high: fl
     free_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(1.0 - low, 1.0 + high) * advantage_T
     return -torch.minimum(free_T, clipped_T), (clipped_T < free_T).detach()
-
-
-def no_step_value(name: str) -> ConfigError:
-    """The error of a step pass that an objective does not need."""
-    return ConfigError(f"{name} needs no step pass; call token_losses without a context")
 
 
 def require_step_value(name: str, value_T: Tensor | None) -> Tensor:
