@@ -17,7 +17,7 @@ from asyncopd.rollout.vllm_config import check_placement
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import DEFAULT
 from asyncopd.supervisor import check_devices
-from asyncopd.teachers import shake_hands
+from asyncopd.teachers import check_loadable, shake_hands
 from asyncopd.tokenizers_match import check_tokenizers, require_head
 from asyncopd.workers import learner_devices, worker_specs
 
@@ -49,6 +49,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
             rollout.vllm, rollout.workers, rollout.devices, torch.cuda.is_available(), os.sched_getaffinity(0)
         )
     check_devices(worker_specs(config), learner_devices())
+    check_loadable(config)
     student = outline(config.student, "student")
     teacher_path = config.teacher.model if config.teacher.weights_are_here else config.student
     teacher = outline(teacher_path, "teacher")
@@ -65,12 +66,14 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         min_p=sampling.min_p,
         vocabulary=shared.size,
     )
+    objective = build_objective(config.objective)
+    check_proposal(config.teacher.proposal, objective)
     contexts = [_context(student), _context(teacher), *_other_teachers(config, tokenizer)]
+    if rollout.engine == "vllm" and rollout.vllm.max_context:
+        contexts.append(rollout.vllm.max_context)
     context = min(contexts) - sampling.max_new_tokens
     if context < 1:
         raise ConfigError(
-    if rollout.engine == "vllm" and rollout.vllm.max_context:
-        contexts.append(rollout.vllm.max_context)
             f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; expected less than the shortest context of "
             f"student and teachers ({contexts}), so that a prompt fits before the answer"
         )
@@ -87,7 +90,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         tokenizer=tokenizer,
         generation=generation,
         ids=ids,
-        objective=build_objective(config.objective),
+        objective=objective,
         prompts=prompts,
     )
 

@@ -8,6 +8,8 @@ from typing import Protocol
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
 from asyncopd.learner.batching import plan_micro_batches
 from asyncopd.objectives import valid_positions
+from asyncopd.proposal import ProposalPass
+from asyncopd.publish import WeightPublisher
 from asyncopd.queue.ledger import Lease, LeasedSample
 from asyncopd.queue.payloads import read_rollout, write_record
 from asyncopd.stage import Stage
@@ -45,6 +47,10 @@ class TeacherConfig:
     the package that its name begins with; empty: not."""
     batch_tokens: int = 4096
     """Padded tokens that go through the teacher at once."""
+    proposal: str = "rollout"
+    """Who draws the student's candidates: the ``rollout`` engine as it samples, or a ``pass`` of the newest published
+    student over the finished answer, in the scoring process. A pass works with every engine, draws from a fresher
+    student, and costs one more forward pass of an answer."""
     samples: int = 16
     """Answers leased at a time."""
     threads: int = 0
@@ -71,6 +77,8 @@ class TeacherConfig:
     def __post_init__(self) -> None:
         if self.scorer not in SCORERS:
             raise ConfigError(f"teacher.scorer is {self.scorer!r}; expected one of {list(SCORERS)}")
+        if self.proposal not in ("rollout", "pass"):
+            raise ConfigError(f"teacher.proposal is {self.proposal!r}; expected rollout or pass")
         if self.dtype not in ("bf16", "fp32"):
             raise ConfigError(f"teacher.dtype is {self.dtype!r}; expected bf16 or fp32")
         if self.quantization not in ("", *QUANTIZATIONS):
@@ -143,11 +151,15 @@ class ScoringWorker:
     origins         the candidate sets that the objective reads
     held_out        what is done between leases
     cache           what the score cache has done, if there is one
+    weights         published student versions, for the proposal pass
+    proposal        draws the student's candidates here; None where the rollout did
     teachers        the teacher's name by prompt, where it is not "default"
     """
 
     stage: Stage
     scorer: Scorer
+    weights: WeightPublisher
+    proposal: ProposalPass | None
     samples: int
     batch_tokens: int
     teacher_draw: str | None
@@ -180,6 +192,8 @@ class ScoringWorker:
                 pairs.append((sample, self._request(sample)))
             except LedgerError as error:
                 self._drop(lease, sample, "unreadable", str(error))
+        if self.proposal is not None:
+            self._take_weights(self.proposal, lease)
         lengths = [len(request.prompt_ids) + len(request.response_ids_T) for _, request in pairs]
         with self.stage.tracer.span("score", samples=len(pairs)) as span:
             # The plan depends on the lease alone, so that in the pinned modes a group is scored the same way again.
@@ -187,6 +201,8 @@ class ScoringWorker:
                 if not self._extend(lease):
                     return
                 requests = [pairs[index][1] for index in batch]
+                if self.proposal is not None:
+                    requests = self.proposal.draw(requests)
                 before = asdict(self.cache) if self.cache is not None else {}
                 for index, result in zip(batch, self.scorer.score(requests), strict=True):
                     self._put(lease, pairs[index][0], result)
@@ -194,6 +210,14 @@ class ScoringWorker:
                 if self.cache is not None:
                     # Counted in spans, which the learner's process reads: a worker has no other way to its metrics.
                     span.add(**{f"{CACHE}/{name}": n - before[name] for name, n in asdict(self.cache).items()})
+
+    def _take_weights(self, proposal: ProposalPass, lease: Lease) -> None:
+        """The newest published student proposes; in the pinned modes the one that generated the group."""
+        exact = lease.samples[0].exact_version
+        version = self.stage.ledger.published_version if exact is None else exact
+        if version != proposal.version:
+            with self.stage.tracer.span("load_weights", version=version):
+                proposal.load_weights(self.weights.directory(version), version)
 
     def _extend(self, lease: Lease) -> bool:
         """Between two batches: say that there was progress. False once another worker has the lease."""

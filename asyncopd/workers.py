@@ -10,6 +10,7 @@ from asyncopd.held_out import HeldOutFiles, HeldOutWorker
 from asyncopd.learner.step import DTYPES
 from asyncopd.objectives import build_objective
 from asyncopd.prompts import read_prompts
+from asyncopd.proposal import ProposalPass
 from asyncopd.publish import WeightStore
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.pool import RolloutWorker
@@ -27,8 +28,8 @@ def worker_specs(config: RunConfig) -> list[WorkerSpec]:
     """The worker processes: ``rollout-0`` and on, and ``scorer-0``."""
     _, rollout_threads, teacher_threads = config.threads(cores())
     devices = config.rollout.devices.split(";") if config.rollout.devices else [""] * config.rollout.workers
-    rollouts = [
     groups = _core_groups(config) or [[]] * config.rollout.workers
+    rollouts = [
         WorkerSpec(kind="rollout", index=index, threads=len(groups[index]) or rollout_threads, devices=devices[index])
         for index in range(config.rollout.workers)
     ]
@@ -54,16 +55,16 @@ def build_worker(kind: str, stage: Stage, folder: RunFolder) -> RolloutWorker | 
     return _rollout_worker(stage, folder, config) if kind == "rollout" else _scoring_worker(stage, folder, config)
 
 
-def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> RolloutWorker:
 def _core_groups(config: RunConfig) -> list[list[int]]:
     """The CPU cores of each rollout worker, where they are bound to any."""
     return config.rollout.vllm.core_groups if config.rollout.engine == "vllm" else []
 
 
-    return RolloutWorker(
+def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> RolloutWorker:
     groups = _core_groups(config)
     if groups:
         os.sched_setaffinity(0, groups[int(stage.name.rpartition("-")[2])])
+    return RolloutWorker(
         stage=stage,
         engine=ENGINES[config.rollout.engine](config, folder.token_ids()),
         weights=WeightStore(folder.path),
@@ -82,6 +83,8 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     return ScoringWorker(
         stage=stage,
         scorer=scorer,
+        weights=WeightStore(folder.path),
+        proposal=_proposal_pass(config, ids) if config.teacher.proposal == "pass" else None,
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
@@ -100,9 +103,22 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     )
 
 
-def _student_design(config: RunConfig) -> str | None:
+def _proposal_pass(config: RunConfig, ids: TokenIds) -> ProposalPass:
+    return ProposalPass(
+        config.student,
+        design=build_objective(config.objective).draws["student"].spec,
+        vocabulary=ids.vocabulary,
+        temperature=config.objective.temperature,
+        batch_tokens=config.teacher.batch_tokens,
+        dtype=DTYPES[config.rollout.dtype],
+        device=device(),
+    )
+
+
+def _rollout_design(config: RunConfig) -> str | None:
+    """Spec of the candidates that the engine draws; None where nobody needs any, or a later pass draws them."""
     design = build_objective(config.objective).draws.get("student")
-    return None if design is None else design.spec
+    return None if design is None or config.teacher.proposal == "pass" else design.spec
 
 
 def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
@@ -112,7 +128,7 @@ def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
         eos_token_ids=ids.eos_ids,
         sampling=config.rollout.sampling,
         run_seed=config.seed,
-        design=_student_design(config),
+        design=_rollout_design(config),
         temperature=config.objective.temperature,
         dtype=DTYPES[config.rollout.dtype],
         device=device(),
@@ -125,15 +141,11 @@ def _scripted_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
         eos_token_ids=ids.eos_ids,
         sampling=config.rollout.sampling,
         run_seed=config.seed,
-        design=_student_design(config),
+        design=_rollout_design(config),
         temperature=config.objective.temperature,
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
-    "scripted": _scripted_engine,
-    "transformers": _transformers_engine,
-}
 def _vllm_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
     # Here, because vLLM is optional and takes seconds to import.
     from asyncopd.rollout.vllm_engine import VllmEngine
@@ -152,4 +164,8 @@ def _vllm_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
     )
 
 
+ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
+    "scripted": _scripted_engine,
+    "transformers": _transformers_engine,
     "vllm": _vllm_engine,
+}

@@ -4,9 +4,11 @@ Shape suffixes: T response positions of one sample, C candidates a position, V v
 All logprobs are natural logs (nats), normalised over the full real vocabulary; never over the candidates.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from teacher_cache.errors import RecordError
@@ -54,12 +56,25 @@ class CandidateSet:
         return replace(self, log_q_TC=log_q_TC)
 
 
+def joined(pieces: Sequence[CandidateSet]) -> CandidateSet:
+    """Candidate sets of consecutive positions, at least one, as one set on the CPU."""
+    scores = [piece.log_q_TC for piece in pieces if piece.log_q_TC is not None]
+    proposals = [piece.log_g_TC for piece in pieces if piece.log_g_TC is not None]
+    return replace(
+        pieces[0],
+        ids_TC=torch.cat([piece.ids_TC for piece in pieces]).cpu(),
+        log_w_TC=torch.cat([piece.log_w_TC for piece in pieces]).cpu(),
+        log_q_TC=torch.cat(scores).cpu() if scores else None,
+        log_g_TC=torch.cat(proposals).cpu() if proposals else None,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TeacherRecord:
     """All that the teacher said about one response.
 
     log_q_T     float32 [T], teacher logprob (nats) of the response's own tokens at ``temperature``
-    entropy_T   float32 [T], teacher entropy (nats) at ``temperature``
+    entropy_T   float32 [T], teacher entropy (nats) at ``temperature``; NaN where the scorer cannot tell
     sets        one scored candidate set for each origin in use
     teacher     name of the teacher that scored
     """

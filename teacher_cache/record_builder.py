@@ -12,7 +12,7 @@ from teacher_cache.designs import SupportDesign, ThinningDesign, draw_candidates
 from teacher_cache.errors import DesignError, ScoringError
 from teacher_cache.logit_rows import LogitRows
 from teacher_cache.noise import Noise, noise_for
-from teacher_cache.record import CandidateSet, TeacherRecord
+from teacher_cache.record import CandidateSet, TeacherRecord, joined
 from teacher_cache.scorer import ScoreRequest
 
 CANDIDATE_STREAM = "candidates"
@@ -94,7 +94,7 @@ class RecordBuilder:
             log_q_TC = torch.cat(self._candidates) if self._candidates else unscored_TC
             sets.append(_thinned(request, request.candidates.scored(log_q_TC)))
         if request.draw is not None:
-            sets.append(_joined(self._drawn) if self._drawn else self._nothing_drawn(request.draw))
+            sets.append(joined(self._drawn) if self._drawn else self._nothing_drawn(request.draw))
         return TeacherRecord(
             temperature=self.temperature,
             teacher=self.teacher,
@@ -132,16 +132,6 @@ def _teacher_design(spec: str) -> SupportDesign:
     if isinstance(design, ThinningDesign):
         raise DesignError(f"{spec} keeps what a student drew; a teacher draws in one phase: take systematic(16)")
     return design
-
-
-def _joined(pieces: list[CandidateSet]) -> CandidateSet:
-    """Candidate sets of consecutive positions as one."""
-    return replace(
-        pieces[0],
-        ids_TC=torch.cat([piece.ids_TC for piece in pieces]).cpu(),
-        log_w_TC=torch.cat([piece.log_w_TC for piece in pieces]).cpu(),
-        log_q_TC=torch.cat([piece.log_q_TC for piece in pieces if piece.log_q_TC is not None]).cpu(),
-    )
 
 
 def _thinned(request: ScoreRequest, scored: CandidateSet) -> CandidateSet:
