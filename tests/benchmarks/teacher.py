@@ -12,6 +12,11 @@ max_abs_error           nats, of every logprob that the service returns for a fl
                         0.6, 1.0 and 1.5; _alone: each answer's logits from a batch of its own, which float32 rounds
                         otherwise; _unlikely: candidates of a flat student, whose logprobs of -100 float32 itself rounds
 hit_ms                  median milliseconds for one cached answer
+vllm_prompt_logprobs_tokens_per_cpu_s    where vLLM is installed: response tokens a CPU second of ``prompt_logprobs``
+                        for the same sequences and dtype on one core, by K, in a process of its own. It has no choice
+                        but to give them for the prompt's tokens as well
+service_top_k_tokens_per_cpu_s           of the service, when the teacher draws ``top_k(K)``: the same numbers
+service_tokens_per_cpu_s_over_vllm       the one over the other
 
 CPU seconds of the whole process (client and service are in it) are counted, not wall time, so that a busy machine blurs
 the comparison less; rounds alternate and the best of each counts.
@@ -21,10 +26,14 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -46,6 +55,7 @@ from teacher_cache.wire import encode_requests, encode_results
 from tests.teacher_cache.serving import ThreadedService
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VLLM_K = (8, 64)
 
 
 def main() -> None:
@@ -65,16 +75,17 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=DTYPES[chosen.dtype]).eval()
     identity = identify_checkpoint(chosen.model, temperature=1.0, dtype=chosen.dtype)
     texts = answers(model, chosen, identity.tokenizer.vocabulary)
-    figures = {
+    figures: dict[str, object] = {
         **speed(model, identity, texts, chosen),
         **sizes(model, tokenizer, identity, texts, chosen),
         **errors(chosen, texts),
+        **against_vllm(model, identity, texts, chosen),
     }
     if chosen.json:
         print(json.dumps(figures))
     else:
         for name, value in figures.items():
-            print(f"{name:28}{value:.4g}")
+            print(f"{name:40}{value:.4g}" if isinstance(value, float) else f"{name:40}{value}")
 
 
 def answers(model: PreTrainedModel, chosen: argparse.Namespace, vocabulary: int) -> torch.Tensor:
@@ -163,6 +174,32 @@ def speed(
         "service_fraction_lean": spent["lean"] / spent["service"],
         "service_fraction_top_k": spent["raw"] / spent["drawn"],
         "service_tokens_per_cpu_s": tokens / spent["service"],
+    }
+
+
+def against_vllm(
+    model: PreTrainedModel, identity: TeacherIdentity, texts: torch.Tensor, chosen: argparse.Namespace
+) -> dict[str, object]:
+    if find_spec("vllm") is None:
+        return {}
+    scorer = TransformersScorer(model, vocabulary=identity.tokenizer.vocabulary, batch_tokens=texts.numel())
+    asked = {k: requests_of(texts, chosen, identity.tokenizer.vocabulary, draw=f"top_k({k})") for k in VLLM_K}
+    with serving(scorer, identity) as client:
+        work = {str(k): partial(client.score, requests) for k, requests in asked.items()}
+        ours = fewest_cpu_seconds(work, chosen.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        ids = Path(folder) / "ids.json"
+        ids.write_text(json.dumps(texts.tolist()))
+        words = ["--model", str(chosen.model), "--ids", str(ids), "--rounds", str(chosen.rounds)]
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[chosen.dtype]
+        command = [sys.executable, "-m", "tests.benchmarks.vllm_prompt_logprobs", *words, "--dtype", dtype]
+        done = subprocess.run([*command, "--k", *map(str, VLLM_K)], stdout=subprocess.PIPE, text=True, check=True)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    tokens = chosen.answers * chosen.tokens
+    return {
+        "vllm_prompt_logprobs_tokens_per_cpu_s": {k: tokens / spent for k, spent in theirs.items()},
+        "service_top_k_tokens_per_cpu_s": {k: tokens / spent for k, spent in ours.items()},
+        "service_tokens_per_cpu_s_over_vllm": {k: theirs[k] / ours[k] for k in theirs},
     }
 
 

@@ -77,7 +77,7 @@ def test_every_logprob_is_the_teachers_own_at_that_position_and_temperature(
         assert_close(drawn.log_q_TC, log_q.gather(1, drawn.ids_TC.long()))
 
 
-def test_batch_composition_and_budget_do_not_matter(tiny_model_dir: Path) -> None:
+def test_batch_composition_and_budget_change_no_more_than_float32_rounds(tiny_model_dir: Path) -> None:
     requests = [request(*lengths, seed=seed, draw="systematic(4)") for lengths in LENGTHS for seed in range(3)]
     together = records(scorer(tiny_model_dir), requests)
     for budget in (1, 60):
@@ -86,6 +86,16 @@ def test_batch_composition_and_budget_do_not_matter(tiny_model_dir: Path) -> Non
             assert_close(one.log_q_T, other.log_q_T.double())
             assert_close(one.entropy_T, other.entropy_T.double())
             assert one.of_origin("teacher").ids_TC.tolist() == other.of_origin("teacher").ids_TC.tolist()
+
+
+def test_batch_composition_changes_nothing_where_the_body_does_not_round(tiny_model_dir: Path) -> None:
+    """A float64 body rounds 1e-9 of what float32 does: what is left is one rounding of the returned float32."""
+    requests = [request(*lengths, seed=seed, draw="top_k(4)") for lengths in LENGTHS for seed in range(3)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
+    alone, together = (records(scorer(model, batch_tokens=budget), requests) for budget in (1, 4096))
+    for one, other in zip(alone, together, strict=True):
+        assert_close(one.log_q_T, other.log_q_T.double(), 2e-6)
+        assert_close(one.entropy_T, other.entropy_T.double(), 2e-6)
 
 
 def test_batches_respect_the_token_budget_and_take_like_lengths() -> None:

@@ -1,0 +1,71 @@
+"""How fast vLLM gives the top K logprobs of prompt tokens: what ``tests.benchmarks.teacher`` compares with.
+
+    python -m tests.benchmarks.vllm_prompt_logprobs --model models/smollm2-135m-instruct --ids ids.json --k 8 64
+
+Prints CPU seconds of the fastest round by K, as JSON. In vLLM's favour: in process without HTTP, no detokenisation,
+logprobs in flat lists, all sequences in one batch.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--ids", type=Path, required=True)
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--k", type=int, nargs="+", default=[8, 64])
+    options.add_argument("--rounds", type=int, default=2)
+    chosen = options.parse_args()
+    # One core, as many threads as the benchmark has.
+    core = str(min(os.sched_getaffinity(0)))
+    os.environ.update({**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": core})
+    # vLLM writes to stdout, which is this program's answer.
+    with redirect_stdout(sys.stderr):
+        spent = measure(chosen)
+    print(json.dumps(spent))
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, float]:
+    from vllm import LLM, SamplingParams
+
+    sequences = json.loads(chosen.ids.read_text())
+    tokens = sum(map(len, sequences))
+    engine = LLM(
+        str(chosen.model),
+        dtype=chosen.dtype,
+        enforce_eager=True,
+        max_logprobs=-1,
+        max_model_len=max(map(len, sequences)) + 1,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=len(sequences),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in sequences]
+    spent: dict[str, list[float]] = {str(k): [] for k in chosen.k}
+    for _ in range(chosen.rounds + 1):
+        for k in chosen.k:
+            asked = SamplingParams(max_tokens=1, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
+            started = time.process_time()
+            answers = engine.generate(prompts, asked, use_tqdm=False)
+            spent[str(k)].append(time.process_time() - started)
+            assert all(len(answer.prompt_logprobs) == len(ids) for answer, ids in zip(answers, sequences, strict=True))
+    # The first round warms up.
+    return {k: min(seconds[1:]) for k, seconds in spent.items()}
+
+
+if __name__ == "__main__":
+    main()
