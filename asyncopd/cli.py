@@ -58,7 +58,7 @@ class LedgerView:
     """The run folder, runs/<name>."""
 
 
-_USAGE = """usage: asyncopd {launch,train,status,report,ledger,replay,audit} ...
+_USAGE = """usage: asyncopd {launch,train,status,report,ledger,replay,offline,audit} ...
 
   launch [options] recipe.py [recipe options]   start a recipe; Ctrl-C stops it with a checkpoint
   train CONFIG                                  run a resolved configuration again
@@ -66,6 +66,7 @@ _USAGE = """usage: asyncopd {launch,train,status,report,ledger,replay,audit} ...
   report RUN                                    make report.html, trace.json and summary.json again
   ledger {show,verify} RUN                      look into the sample queue of a run; check it in full
   replay RUN [--objective.name ...]             train a recorded run again, offline, with another objective
+  offline SCORED --student MODEL                train on answers that `teacher-cache score` has scored
   audit [LOSS] [--json]                         check losses by exact enumeration
 
 `asyncopd COMMAND --help` says more.
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _report,
         "ledger": _ledger,
         "replay": _replay,
+        "offline": _offline,
         "audit": _audit,
     }
     if not words or words[0] not in commands:
@@ -158,6 +160,12 @@ def _replay(words: list[str]) -> int:
     from asyncopd.replay import replay_main
 
     return replay_main(words)
+
+
+def _offline(words: list[str]) -> int:
+    from asyncopd.scored_data import offline_main
+
+    return offline_main(words)
 
 
 def _audit(words: list[str]) -> int:

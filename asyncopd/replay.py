@@ -7,8 +7,7 @@ for bit wherever the learner is deterministic; with another one it answers what 
 same answers. The answers are those of the *recorded* student, so a replay drifts off-policy as its student changes.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -17,26 +16,16 @@ import tyro
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from asyncopd.config import RunConfig, plain
+from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
-from asyncopd.final_student import write_final_student
 from asyncopd.interface import RunResult
-from asyncopd.learner.load import load_learner, open_accelerator
 from asyncopd.learner.loop import batch_ages, read_samples
-from asyncopd.learner.step import Learner
 from asyncopd.objectives import ObjectiveConfig, build_objective
+from asyncopd.offline import Batch, train_offline
 from asyncopd.preflight import Preflight, generation_config, outline
 from asyncopd.prompts import PromptSet, read_prompts
 from asyncopd.queue.ledger import Ledger
 from asyncopd.run_folder import RunFolder, TokenIds
-from asyncopd.tracking.chrome_trace import write_chrome_trace
-from asyncopd.tracking.report import write_report
-from asyncopd.tracking.run_facts import RunFacts
-from asyncopd.tracking.summary import write_summary
-from asyncopd.tracking.trace import RUN, RUN_END, Tracer
-from asyncopd.tracking.trackers import RunTracking, open_tracking
-
-LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,23 +75,14 @@ def replay(run_dir: Path, objective: ObjectiveConfig, *, name: str = "") -> RunR
     )
     require_recorded(recorded.config, objective)
     checks = _checks(recorded, config)
-    folder, config = RunFolder.create(config)
-    with folder.lock(), Tracer(folder.path, "learner") as tracer:
-        folder.write_token_ids(recorded.ids)
-        tracking = _open_tracking(folder, config, recorded)
-        learner = load_learner(config, checks, open_accelerator(config))
-        LOG.info("replaying %d steps of %s into %s", recorded.steps, recorded.folder.path, folder.path)
-        tracer.instant(RUN)
-        _train(recorded, learner, tracking, tracer)
-        tracer.instant(RUN_END)
-        summary = write_summary(folder.path)
-        write_final_student(folder.final_path, learner, checks, config, summary)
-        tracking.finish(summary.as_dict())
-    write_chrome_trace(folder.path)
-    write_report(folder.path)
-    return RunResult(
-        path=folder.path, policy_version=recorded.steps, stopped=False, summary=summary, final=folder.final_path
-    )
+    source = {"replay of": recorded.config.name, "teacher": str(config.teacher.model)}
+    with Ledger.open(recorded.folder.ledger_path) as ledger:
+
+        def batch(version: int) -> Batch:
+            trained = ledger.trained_batch(version + 1)
+            return read_samples(recorded.folder.path, trained.samples), batch_ages(trained, version)
+
+        return train_offline(config, checks, batch, steps=recorded.steps, source=source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,33 +155,3 @@ def _checks(recorded: Recorded, config: RunConfig) -> Preflight:
         objective=build_objective(config.objective),
         prompts=PromptSet(prompts=read_prompts(recorded.folder.prompts_path), held_out=(), skipped=()),
     )
-
-
-def _open_tracking(folder: RunFolder, config: RunConfig, recorded: Recorded) -> RunTracking:
-    description: Mapping[str, str] = {
-        "replay of": recorded.config.name,
-        "teacher": str(config.teacher.model),
-        "student": str(config.student),
-        "objective": config.objective.name,
-        "design": config.objective.design,
-    }
-    RunFacts(
-        name=config.name,
-        mode=config.mode,
-        steps=recorded.steps,
-        batch_size=config.queue.batch_size,
-        max_staleness=config.max_staleness,
-        description=description,
-    ).write(folder.path)
-    return open_tracking(folder.path, config.name, config.tracking, plain(config))
-
-
-def _train(recorded: Recorded, learner: Learner, tracking: RunTracking, tracer: Tracer) -> None:
-    with Ledger.open(recorded.folder.ledger_path) as ledger:
-        for version in range(recorded.steps):
-            batch = ledger.trained_batch(version + 1)
-            with tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
-                samples = read_samples(recorded.folder.path, batch.samples)
-                metrics = learner.step(samples, version)
-                span.add(tokens=sum(len(sample.rollout.response_ids_T) for sample in samples))
-            tracking.log(version + 1, {**metrics, **batch_ages(batch, version)})

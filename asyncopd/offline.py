@@ -1,0 +1,74 @@
+"""Training from answers that are already scored: a learner's run folder without rollout and without a teacher.
+
+batches, one a step ──> learner ──> metrics, report, final student
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncopd.config import RunConfig, plain
+from asyncopd.final_student import write_final_student
+from asyncopd.interface import RunResult
+from asyncopd.learner.load import load_learner, open_accelerator
+from asyncopd.preflight import Preflight
+from asyncopd.run_folder import RunFolder
+from asyncopd.tracking.chrome_trace import write_chrome_trace
+from asyncopd.tracking.report import write_report
+from asyncopd.tracking.run_facts import RunFacts
+from asyncopd.tracking.summary import write_summary
+from asyncopd.tracking.trace import RUN, RUN_END, Tracer
+from asyncopd.tracking.trackers import open_tracking
+from asyncopd.types import ScoredRollout
+
+LOG = logging.getLogger(__name__)
+Batch = tuple[Sequence[ScoredRollout], Mapping[str, float]]
+"""The samples of a step, and metrics that are known of them beforehand."""
+
+
+def train_offline(
+    config: RunConfig,
+    checks: Preflight,
+    batch: Callable[[int], Batch],
+    *,
+    steps: int,
+    source: Mapping[str, str],
+) -> RunResult:
+    """Train in a new run folder.
+
+    batch    gives the batch that is trained at a policy version
+    steps    optimizer steps; the schedule of the learning rate goes by ``config.steps``
+    source   what the report says first: where the answers and their scores come from
+    """
+    folder, config = RunFolder.create(config)
+    with folder.lock(), Tracer(folder.path, "learner") as tracer:
+        folder.write_token_ids(checks.ids)
+        RunFacts(
+            name=config.name,
+            mode=config.mode,
+            steps=steps,
+            batch_size=config.queue.batch_size,
+            max_staleness=config.max_staleness,
+            description={
+                **source,
+                "student": str(config.student),
+                "objective": config.objective.name,
+                "design": config.objective.design,
+            },
+        ).write(folder.path)
+        tracking = open_tracking(folder.path, config.name, config.tracking, plain(config))
+        learner = load_learner(config, checks, open_accelerator(config))
+        LOG.info("training %d steps offline into %s", steps, folder.path)
+        tracer.instant(RUN)
+        for version in range(steps):
+            with tracer.span("step", version=version + 1) as span:
+                samples, known = batch(version)
+                metrics = learner.step(samples, version)
+                span.add(samples=len(samples), tokens=sum(len(sample.rollout.response_ids_T) for sample in samples))
+            tracking.log(version + 1, {**metrics, **known})
+        tracer.instant(RUN_END)
+        summary = write_summary(folder.path)
+        write_final_student(folder.final_path, learner, checks, config, summary)
+        tracking.finish(summary.as_dict())
+    write_chrome_trace(folder.path)
+    write_report(folder.path)
+    return RunResult(path=folder.path, policy_version=steps, stopped=False, summary=summary, final=folder.final_path)
