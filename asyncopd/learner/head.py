@@ -18,6 +18,8 @@ from asyncopd.learner.head_chunks import HeadChunks, HeadGradients, HeadShape, l
 
 __all__ = ["FusedLoss", "HeadShape", "fused_loss"]
 
+EXACT_ABOVE = 1e-30
+"""Probabilities whose float32 value is not denormal: their logarithm is a logprob."""
 ChunkLoss = Callable[[slice, Tensor], Tensor]
 """``loss(rows, log_p_tC)``: the scaled, summed loss (scalar) of the tokens ``rows`` of the micro-batch."""
 
@@ -74,13 +76,24 @@ def _softmax(chunks: HeadChunks, logits_tV: Tensor, ids_tC: Tensor | None, entro
     for block in chunks.blocks(len(logits_tV)):
         logits_rV = chunks.transformed(logits_tV[block], block)
         p_rV = logits_rV.softmax(-1)
-        normaliser_r1 = log_normaliser(logits_rV, p_rV)
-        picked_rC = logits_rV if ids_tC is None else logits_rV.gather(1, ids_tC[block])
-        torch.sub(picked_rC, normaliser_r1, out=log_p_tC[block])
+        if ids_tC is None:
+            torch.sub(logits_rV, log_normaliser(logits_rV, p_rV), out=log_p_tC[block])
+        else:
+            log_p_tC[block] = _picked(logits_rV, p_rV, ids_tC[block])
         if entropy_t is not None:
-            entropy_t[block] = normaliser_r1[:, 0] - logits_rV.mul_(p_rV).sum(-1)
+            first_r = logits_rV[:, 0] if ids_tC is None else logits_rV.gather(1, ids_tC[block, :1])[:, 0]
+            entropy_t[block] = first_r - log_p_tC[block, 0] - logits_rV.mul_(p_rV).sum(-1)
         logits_tV[block] = p_rV
     return log_p_tC
+
+
+def _picked(logits_rV: Tensor, p_rV: Tensor, ids_rC: Tensor) -> Tensor:
+    """Logprobs [r, C] at the ids."""
+    p_rC = p_rV.gather(1, ids_rC)
+    # Two passes over the logits fewer; elsewhere than on a CPU the question would cost more than they do.
+    if p_rC.device.type == "cpu" and bool((p_rC > EXACT_ABOVE).all()):
+        return p_rC.log_()
+    return logits_rV.gather(1, ids_rC) - log_normaliser(logits_rV, p_rV)
 
 
 def _logit_gradient(chunks: HeadChunks, p_tV: Tensor, grad_tC: Tensor, ids_tC: Tensor | None) -> None:

@@ -161,7 +161,7 @@ class HeadGradients:
         if total_VH.dtype == grad_tV.dtype:
             torch.addmm(total_VH, grad_tV.T, hidden_tH, beta=0.0 if self._first else 1.0, out=total_VH)
             return
-        step = max(1, BLOCK_BYTES // (hidden_tH.shape[1] * grad_tV.dtype.itemsize))
+        step = max(1, 2 * BLOCK_BYTES // (hidden_tH.shape[1] * grad_tV.dtype.itemsize))
         for start in range(0, len(total_VH), step):
             part_vH = grad_tV[:, start : start + step].T @ hidden_tH
             if self._first:

@@ -93,6 +93,24 @@ def test_gradcheck_of_the_fused_head_in_float64() -> None:
     assert torch.autograd.gradcheck(loss, (hidden, weight, offset))
 
 
+def test_a_candidate_that_the_student_all_but_rules_out_has_its_exact_logprob() -> None:
+    """Its probability is below the smallest float32."""
+    hidden = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [-150.0], [-1.0]], requires_grad=True)
+    seen: list[Tensor] = []
+
+    def loss(rows: slice, log_p: Tensor) -> Tensor:
+        seen.append(log_p.detach())
+        return log_p.sum()
+
+    ids = torch.tensor([[1, 0], [1, 0]])
+    fused_loss(hidden, weight, None, ids, HeadShape(vocabulary=3), loss).loss.backward()
+    expected = (hidden @ weight.T).log_softmax(-1).gather(1, ids)
+    torch.testing.assert_close(torch.cat(seen), expected.detach(), atol=1e-6, rtol=1e-6)
+    assert hidden.grad is not None
+    assert bool(hidden.grad.isfinite().all())
+
+
 def test_padded_head_rows_change_nothing() -> None:
     hidden, weight, _, ids, weights = _inputs(bias=False)
     wider = torch.cat([weight.detach(), torch.full((7, HIDDEN), 50.0, dtype=torch.float64)]).requires_grad_()
