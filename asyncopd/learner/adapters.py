@@ -54,6 +54,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters into ``model``, in place; nothing else of it is trained. They begin as the identity."""
     peft = import_module("peft")
     model.requires_grad_(False)
+    head = model.get_output_embeddings()
     targets = ALL_LINEAR if config.targets == ALL_LINEAR else [name.strip() for name in config.targets.split(",")]
     spec = peft.LoraConfig(
         r=config.rank,
@@ -67,11 +68,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         peft.inject_adapter_in_model(spec, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise ConfigError(f"learner.lora.targets is {config.targets!r}: {error}") from error
-    odd = [name for name, layer in _adapted(model).items() if not len(layer.lora_A)]
-    if odd:
-        raise ConfigError(
-            f"learner.lora.targets is {config.targets!r}, which names {odd[0]}, no linear layer; name only linear ones"
-        )
+    for name, layer in _adapted(model).items():
+        # The fused head reads a weight, so an adapter of the head would have no part in the loss.
+        if not len(layer.lora_A) or layer.base_layer is head:
+            raise ConfigError(
+                f"learner.lora.targets is {config.targets!r}, which names {name}; expected linear layers other than "
+                f"the head: leave it out, or say {ALL_LINEAR}"
+            )
 
 
 def merged_weights(model: PreTrainedModel) -> Weights:
