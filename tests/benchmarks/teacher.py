@@ -14,7 +14,7 @@ max_abs_error           nats, of every logprob that the service returns for a fl
 hit_ms                  median milliseconds for one cached answer
 vllm_prompt_logprobs_tokens_per_cpu_s    where vLLM is installed: response tokens a CPU second of ``prompt_logprobs``
                         for the same sequences and dtype on one core, by K, in a process of its own. It has no choice
-                        but to give them for the prompt's tokens as well
+                        but to give them for the prompt's tokens as well. _flat: without detokenisation, in flat lists
 service_top_k_tokens_per_cpu_s           of the service, when the teacher draws ``top_k(K)``: the same numbers
 service_tokens_per_cpu_s_over_vllm       the one over the other
 
@@ -194,13 +194,13 @@ def against_vllm(
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[chosen.dtype]
         command = [sys.executable, "-m", "tests.benchmarks.vllm_prompt_logprobs", *words, "--dtype", dtype]
         done = subprocess.run([*command, "--k", *map(str, VLLM_K)], stdout=subprocess.PIPE, text=True, check=True)
-    theirs = json.loads(done.stdout.splitlines()[-1])
     tokens = chosen.answers * chosen.tokens
-    return {
-        "vllm_prompt_logprobs_tokens_per_cpu_s": {k: tokens / spent for k, spent in theirs.items()},
-        "service_top_k_tokens_per_cpu_s": {k: tokens / spent for k, spent in ours.items()},
-        "service_tokens_per_cpu_s_over_vllm": {k: theirs[k] / ours[k] for k in theirs},
-    }
+    figures: dict[str, object] = {"service_top_k_tokens_per_cpu_s": {k: tokens / spent for k, spent in ours.items()}}
+    for kind, theirs in json.loads(done.stdout.splitlines()[-1]).items():
+        suffix = "" if kind == "default" else f"_{kind}"
+        figures[f"vllm_prompt_logprobs_tokens_per_cpu_s{suffix}"] = {k: tokens / spent for k, spent in theirs.items()}
+        figures[f"service_tokens_per_cpu_s_over_vllm{suffix}"] = {k: theirs[k] / ours[k] for k in theirs}
+    return figures
 
 
 def fewest_cpu_seconds(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.vllm_prompt_logprobs --model models/smollm2-135m-instruct --ids ids.json --k 8 64
 
-Prints CPU seconds of the fastest round by K, as JSON. In vLLM's favour: in process without HTTP, no detokenisation,
-logprobs in flat lists, all sequences in one batch.
+Prints CPU seconds of the fastest round as JSON, by K: ``default`` is what ``prompt_logprobs=K`` gives, ``flat`` without
+detokenisation and in flat lists. In vLLM's favour: in process without HTTP, one thread on one core, all sequences in one
+batch.
 """
 
 import argparse
@@ -18,6 +19,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # Threads that share its one core would be counted while they wait for each other.
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -38,7 +41,7 @@ def main() -> None:
     print(json.dumps(spent))
 
 
-def measure(chosen: argparse.Namespace) -> dict[str, float]:
+def measure(chosen: argparse.Namespace) -> dict[str, dict[str, float]]:
     from vllm import LLM, SamplingParams
 
     sequences = json.loads(chosen.ids.read_text())
@@ -55,16 +58,19 @@ def measure(chosen: argparse.Namespace) -> dict[str, float]:
         disable_log_stats=True,
     )
     prompts = [{"prompt_token_ids": ids} for ids in sequences]
-    spent: dict[str, list[float]] = {str(k): [] for k in chosen.k}
+    kinds = {"default": {}, "flat": {"flat_logprobs": True, "detokenize": False}}
+    spent: dict[str, dict[str, list[float]]] = {kind: {str(k): [] for k in chosen.k} for kind in kinds}
     for _ in range(chosen.rounds + 1):
-        for k in chosen.k:
-            asked = SamplingParams(max_tokens=1, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
-            started = time.process_time()
-            answers = engine.generate(prompts, asked, use_tqdm=False)
-            spent[str(k)].append(time.process_time() - started)
-            assert all(len(answer.prompt_logprobs) == len(ids) for answer, ids in zip(answers, sequences, strict=True))
+        for kind, settings in kinds.items():
+            for k in chosen.k:
+                asked = SamplingParams(max_tokens=1, prompt_logprobs=k, **settings)
+                started = time.process_time()
+                answers = engine.generate(prompts, asked, use_tqdm=False)
+                spent[kind][str(k)].append(time.process_time() - started)
+                lengths = [len(answer.prompt_logprobs) for answer in answers]
+                assert lengths == [len(ids) for ids in sequences]
     # The first round warms up.
-    return {k: min(seconds[1:]) for k, seconds in spent.items()}
+    return {kind: {k: min(seconds[1:]) for k, seconds in by_k.items()} for kind, by_k in spent.items()}
 
 
 if __name__ == "__main__":
