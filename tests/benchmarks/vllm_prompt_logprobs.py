@@ -3,8 +3,8 @@
     python -m tests.benchmarks.vllm_prompt_logprobs --model models/smollm2-135m-instruct --ids ids.json --k 8 64
 
 Prints CPU seconds of the fastest round as JSON, by K: ``default`` is what ``prompt_logprobs=K`` gives, ``flat`` without
-detokenisation and in flat lists. In vLLM's favour: in process without HTTP, one thread on one core, all sequences in one
-batch.
+detokenisation and in flat lists. In vLLM's favour: in process without HTTP, one thread on one core, all sequences at
+once.
 """
 
 import argparse
