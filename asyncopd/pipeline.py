@@ -31,6 +31,7 @@ from asyncopd.learner.step import DTYPES, Learner
 from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
 from asyncopd.publish import WeightStore, take_part
+from asyncopd.publish.probe import probe_text
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
@@ -126,7 +127,7 @@ class _Run:
             with StopRequest():
                 if start not in WeightStore(folder.path).versions():
                     take_part(learner.weights())
-                version = self._loop(learner, tracer, None).run(start)
+                version = self._loop(checks, learner, tracer, None).run(start)
                 self.accelerator.wait_for_everyone()
                 if version == config.steps:
                     help_write_final_student(learner)
@@ -141,7 +142,7 @@ class _Run:
         tracking = self._open_tracking(start, tracker_ids)
         ledger = self._open_ledger(checks, start)
         owner = self._owner(ledger, tracking, tracer)
-        loop = self._loop(learner, tracer, owner)
+        loop = self._loop(checks, learner, tracer, owner)
         with owner.stop:
             owner.publisher.publish(start, learner.weights())
             if ledger.published_version < start or start == 0:
@@ -315,7 +316,7 @@ class _Run:
         finally:
             owner.supervisor.stop()
 
-    def _loop(self, learner: Learner, tracer: Tracer, owner: Owner | None) -> LearnerLoop:
+    def _loop(self, checks: Preflight, learner: Learner, tracer: Tracer, owner: Owner | None) -> LearnerLoop:
         def evaluate(version: int) -> None:
             if owner is not None:
                 self._evaluate(learner, owner, tracer, version)
@@ -329,6 +330,7 @@ class _Run:
             tracer=tracer,
             pace=Pace(learner, self.config.tracking.peak_tflops),
             owner=owner,
+            probe_ids=probe_text(checks.prompts.prompts[0].token_ids),
             on_step=self.callbacks.on_step,
             on_checkpoint=self.callbacks.on_checkpoint,
             evaluate=evaluate,

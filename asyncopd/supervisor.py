@@ -26,6 +26,8 @@ LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _KILL_S = 10.0
 _TAIL_CHARACTERS = 4000
+BEYOND_REPAIR = 3
+"""Exit status of a worker that would fail again if it were restarted."""
 
 
 def check_devices(workers: Sequence[WorkerSpec], learner: Sequence[str]) -> None:
@@ -216,6 +218,8 @@ class Supervisor:
             raise WorkerDiedError(name, f"{cause}, and did not end within {_KILL_S:.0f} s of a SIGKILL")
         back = ledger.release_owner(name)
         ring_all(self._run_dir)
+        if worker.process.poll() == BEYOND_REPAIR:
+            raise WorkerDiedError(name, f"{cause}\n{self._log_tail(name)}")
         if worker.process.poll() == 1 and not worker.ready and not worker.restarts:
             # Its own exception at the first start: it would only come again.
             raise WorkerDiedError(name, f"{cause} before it was ready\n{self._log_tail(name)}")

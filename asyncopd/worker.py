@@ -17,10 +17,12 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from asyncopd.allocator import keep_freed_memory
+from asyncopd.errors import WeightsMismatchError
 from asyncopd.queue.doorbell import Doorbell
 from asyncopd.queue.ledger import Ledger
 from asyncopd.run_folder import RunFolder
 from asyncopd.stage import Stage
+from asyncopd.supervisor import BEYOND_REPAIR
 from asyncopd.tracking.trace import Tracer
 from asyncopd.workers import build_worker
 
@@ -38,7 +40,11 @@ def main(argv: list[str]) -> int:
         worker = build_worker(kind, stage, folder)
         stage.tracer.instant("ready")
         stage.beat()
-        worker.run()
+        try:
+            worker.run()
+        except WeightsMismatchError:
+            stage.log.exception("this worker cannot go on, and would not after a restart")
+            return BEYOND_REPAIR
     return 0
 
 

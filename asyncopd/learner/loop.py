@@ -20,6 +20,7 @@ from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
 from asyncopd.publish import WeightPublisher, Weights, take_part
+from asyncopd.publish.probe import Probe, is_probed
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Batch, BatchSample, Ledger
 from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout
@@ -76,9 +77,9 @@ class Owner:
                 )
         return None
 
-    def commit(self, batch: Batch, version: int, weights: Weights) -> None:
+    def commit(self, batch: Batch, version: int, weights: Weights, probe: Probe | None) -> None:
         """Weights durable first, then one transaction for batch and version; then the rollout workers wake."""
-        self.publisher.publish(version, weights)
+        self.publisher.publish(version, weights, probe)
         self.ledger.commit_step(batch, version, published=True)
         self.ledger.check_invariant()
         for worker in self.rollout_workers:
@@ -115,11 +116,15 @@ class LearnerLoop:
         tracer: Tracer,
         pace: Pace,
         owner: Owner | None,
+        probe_ids: Sequence[int],
         on_step: Callable[[int, Mapping[str, float]], None] | None = None,
         on_checkpoint: Callable[[int, Path], None] | None = None,
         evaluate: Callable[[int], None] | None = None,
     ) -> None:
-        """``evaluate`` is the caller's own, on rank 0 after each step; it decides itself whether a version is due."""
+        """``evaluate`` is the caller's own, on rank 0 after each step; it decides itself whether a version is due.
+
+        probe_ids   a text by which engines are checked after an update
+        """
         self.learner = learner
         self.accelerator = accelerator
         self.run_dir = run_dir
@@ -128,6 +133,8 @@ class LearnerLoop:
         self.tracer = tracer
         self.pace = pace
         self.owner = owner
+        self.probe_ids = probe_ids
+        self.updates = 0
         self.on_step = on_step
         self.on_checkpoint = on_checkpoint
         self.evaluate = evaluate
@@ -183,12 +190,13 @@ class LearnerLoop:
         step_s = time.monotonic() - began
         metrics |= self.pace.values(samples, metrics[keys.TOKENS], step_s)
         version += 1
+        probe = self._probe()
         if self.owner is None:
             take_part(self.learner.weights())
         else:
             published = time.monotonic()
             with self.tracer.span("publish"):
-                self.owner.commit(batch, version, self.learner.weights())
+                self.owner.commit(batch, version, self.learner.weights(), probe)
             values = _values(metrics, batch, version - 1, self.owner.ledger) | {
                 keys.STEP_SECONDS: step_s,
                 keys.WAIT_SECONDS: wait_s,
@@ -202,6 +210,13 @@ class LearnerLoop:
             if self.evaluate is not None:
                 self.evaluate(version)
         return version
+
+    def _probe(self) -> Probe | None:
+        """The probe that goes with the update just made; on every rank, because a sharded student needs them all."""
+        self.updates += 1
+        if not is_probed(self.updates):
+            return None
+        return Probe(tuple(self.probe_ids), tuple(self.learner.logprobs(self.probe_ids).tolist()))
 
 
 def read_samples(run_dir: Path, samples: Sequence[BatchSample]) -> list[ScoredRollout]:

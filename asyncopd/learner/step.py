@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, get_scheduler
 
 from asyncopd.errors import ConfigError
@@ -112,6 +113,7 @@ class Learner:
         self.accelerator = accelerator
         self.pad_id = pad_id
         module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
+        self.vocabulary = shape.vocabulary
         self.module = distributed(module, config.sharding, accelerator)
         self.sharded = is_sharded(self.module)
         self.optimizer = build_optimizer(
@@ -139,6 +141,23 @@ class Learner:
     def adapters(self) -> Weights:
         """The adapters by peft's names, read like ``weights``; empty without adapters."""
         return adapter_weights(self.student)
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int]) -> Tensor:
+        """Logprobs (nats, float32 [len(ids) - 1]) of each token after the first, at temperature 1.
+
+        In float32 over the real vocabulary, under the current weights; under FSDP2 every rank must ask.
+        """
+        self.module.eval()
+        root = self.module if isinstance(self.module, FSDPModule) else None
+        if root is not None:
+            # The student's own forward does not gather what the root unit holds.
+            root.unshard()
+        ids_1L = torch.tensor([list(ids)], device=self.accelerator.device)
+        logits = self.student(input_ids=ids_1L, use_cache=False).logits[0, :-1, : self.vocabulary]
+        if root is not None:
+            root.reshard()
+        return torch.log_softmax(logits.float(), dim=-1).gather(1, ids_1L[0, 1:, None])[:, 0].cpu()
+
 
     def step(self, samples: Sequence[ScoredRollout], version: int) -> dict[str, float]:
         """Train on this rank's share of the batch; ``version`` is the student's policy version before the step.

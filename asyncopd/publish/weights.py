@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from asyncopd.errors import CheckpointError
+from asyncopd.publish.probe import Probe
 from asyncopd.publish.stream import Weights, write_safetensors
 from asyncopd.storage import sync_file
 
@@ -21,8 +22,11 @@ from asyncopd.storage import sync_file
 class WeightPublisher(Protocol):
     """Makes policy versions available to the rollout pool."""
 
-    def publish(self, version: int, weights: Weights) -> Path:
+    def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path:
         """Make ``version`` durable and visible; returns the folder that an engine loads. Idempotent."""
+
+    def probe(self, version: int) -> Probe | None:
+        """What an engine must give under ``version``, if that is to be checked."""
 
     def directory(self, version: int) -> Path:
         """The folder of ``version``; CheckpointError if it is not there."""
@@ -48,7 +52,7 @@ class WeightStore:
         self.root = run_dir / "weights"
         self.dtype = dtype
 
-    def publish(self, version: int, weights: Weights) -> Path:
+    def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path:
         """Write beside, then rename: a reader never sees half a version."""
         target = self._path(version)
         if target.exists():
@@ -57,8 +61,14 @@ class WeightStore:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         write_safetensors(staging / "model.safetensors", weights, self.dtype)
+        if probe is not None:
+            probe.write(staging)
         os.replace(staging, target)
         return target
+
+    def probe(self, version: int) -> Probe | None:
+        """What an engine must give under ``version``, if that is to be checked."""
+        return Probe.read(self.directory(version))
 
     def directory(self, version: int) -> Path:
         """The folder of a whole version."""
