@@ -105,6 +105,25 @@ def test_two_learner_ranks_train_as_one(tmp_path: Path, models: tuple[Path, Path
     assert two == pytest.approx(one, rel=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--learner.lora.rank", "4")], ids=["weights", "adapters"])
+def test_two_sharded_ranks_publish_checkpoint_and_end_as_two_whole_ones(
+    tmp_path: Path, models: tuple[Path, Path], options: tuple[str, ...]
+) -> None:
+    for sharding in ("fsdp2", "none"):
+        words = (*options, "--name", sharding, "--learner.sharding", sharding)
+        with launch(tmp_path, models, *words, ranks=2) as shown:
+            assert shown.wait(150) == 0, shown.text()
+    sharded, whole = tmp_path / "runs" / "fsdp2", tmp_path / "runs" / "none"
+    ours, theirs = final_weights(sharded), final_weights(whole)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=2e-4, rtol=2e-4)
+    adapters = sharded / "final" / "adapter" / "adapter_model.safetensors"
+    assert adapters.exists() == bool(options)
+    assert CheckpointStore(sharded).versions() == [4, 6]
+
+
 def test_resume_refuses_other_options_and_says_which(undisturbed: Path, models: tuple[Path, Path]) -> None:
     config = tiny_config(undisturbed.parent.parent, *models, seed=4)
     with pytest.raises(ConfigError, match="seed: 3 -> 4"):
