@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncopd.launch import rank_environments
 from asyncopd.learner.adapters import LoraConfig
+from asyncopd.learner.batching import collate
 from asyncopd.learner.checkpoint import CheckpointStore
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.step import Learner, LearnerConfig
@@ -90,7 +92,16 @@ def whole_run(folder: Path, accelerator: Accelerator, model: str, config: Learne
     CheckpointStore(folder).save(SAVED, learner, {"own": "id"})
     metrics += train(learner, SAVED, STEPS)
     publish(learner, folder, STEPS)
+    metrics[-1]["probe"] = float(learner.logprobs(range(1, 12)).mean())
+    metrics[-1]["candidates"] = float(candidate_logprobs(learner).mean())
     return metrics
+
+
+def candidate_logprobs(learner: Learner) -> Tensor:
+    """What an objective that reads the whole step asks before the first gradient; the same samples on every rank."""
+    micro = collate(SAMPLES, version=0, origins=["student"], pad_id=0, device=torch.device("cpu"))
+    with learner.accelerator.autocast():
+        return learner.accelerator.unwrap_model(learner.module).logprobs(micro)
 
 
 def resumed_run(

@@ -51,6 +51,14 @@ def test_two_processes_end_with_the_weights_of_one(folder: Path, name: str) -> N
     assert_same(folder / name, folder / "alone" / name, 1e-10)
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_logprobs_without_gradient_are_those_of_one_process(folder: Path, name: str) -> None:
+    two, one = (torch.load(run / f"{name}.pt")["whole"][-1] for run in (folder, folder / "alone"))
+    # The probe's are float32 at the end, whatever the student's dtype.
+    assert two["probe"] == pytest.approx(one["probe"], rel=1e-6)
+    assert two["candidates"] == pytest.approx(one["candidates"], rel=1e-10)
+
+
 def test_sharded_bf16_is_the_autocast_of_replicated_processes(folder: Path) -> None:
     sharded, replicated = (torch.load(folder / f"{name}.pt")["whole"] for name in ("fsdp2_bf16", "replicated_bf16"))
     assert_same_figures(sharded, replicated, 1e-5)

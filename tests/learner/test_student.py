@@ -150,6 +150,6 @@ def test_compiled_layers_train_as_the_others_do(tmp_path: Path) -> None:
     assert told_compiled[1]["grad_norm"] == pytest.approx(told[1]["grad_norm"], rel=1e-6)
     assert compiled.student.state_dict().keys() == plain.student.state_dict().keys()
     for name, weight in plain.student.state_dict().items():
-        torch.testing.assert_close(compiled.student.state_dict()[name], weight, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(compiled.student.state_dict()[name], weight, atol=1e-4, rtol=1e-4)
     WeightStore(tmp_path).publish(2, compiled.weights())
     assert load_file(tmp_path / "weights" / "v00000002" / "model.safetensors").keys() == plain.weights().keys()
