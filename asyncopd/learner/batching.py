@@ -1,16 +1,21 @@
-"""Scored rollouts -> padded micro-batches under a token budget.
+"""Scored rollouts -> shares of the ranks -> micro-batches under a token budget, padded or packed.
 
-Shape suffixes: N sequences, L padded length, T valid response tokens (concatenated over sequences), C candidates.
+Shape suffixes: N rows, L length of a row, T valid response tokens (concatenated over sequences), C candidates.
+
+Padded, a row is one sequence and padding on its right. Packed, all sequences of a micro-batch follow each other in one
+row, and attention keeps them apart by their positions, which start again at 0.
 
 A token is valid when it is a response token and its record is whole and finite; only valid tokens reach the head, so
 padding, masking and the pad id cannot touch the loss.
 """
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncopd.objectives import valid_positions
 from asyncopd.objectives.tokens import Candidates, Tokens
@@ -32,7 +37,10 @@ class CandidateBlock:
 class MicroBatch:
     """Sequences that go through the student together.
 
-    input_ids_NL, attention_mask_NL   int64, padded on the right
+    input_ids_NL    int64
+    attention_mask_NL   int64, 0 on padding; None when packed
+    position_ids_NL int64, from 0 in every sequence; None when padded, where they follow from the mask
+    sequences       number of sequences
     state_T         int64 index into the flattened [N * L] states: the state that predicts each token
     sampled_T       int64 id of the rollout's own token
     log_q_T, log_b_T   float32 teacher and behaviour logprobs (nats) of the sampled tokens
@@ -42,7 +50,9 @@ class MicroBatch:
     """
 
     input_ids_NL: Tensor
-    attention_mask_NL: Tensor
+    attention_mask_NL: Tensor | None
+    position_ids_NL: Tensor | None
+    sequences: int
     state_T: Tensor
     sampled_T: Tensor
     log_q_T: Tensor
@@ -92,19 +102,50 @@ class MicroBatch:
         )
 
 
-def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: longest first, at most ``token_budget`` padded tokens each.
+def balanced_shares(tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of the samples of each rank: longest first, each to the rank that has the fewest tokens yet.
 
-    A sequence longer than the budget is trained alone.
+    No rank goes without a sample while there are as many samples as ranks.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(tokens)), key=lambda index: (-tokens[index], index)):
+        rank = min(range(ranks), key=lambda rank: (loads[rank], len(shares[rank]), rank))
+        shares[rank].append(index)
+        loads[rank] += tokens[index]
+    return [sorted(share) for share in shares]
+
+
+def plan_micro_batches(lengths: Sequence[int], token_budget: int, *, packed: bool = False) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch: longest first, at most ``token_budget`` tokens each.
+
+    Padding counts, unless ``packed``. A sequence longer than the budget is trained alone.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     plan: list[list[int]] = []
     for index in order:
-        # The first of a micro-batch is its longest, so it sets the padded length.
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= token_budget:
-            plan[-1].append(index)
+        # Padded, only the newest can have room: the first of a micro-batch is its longest and sets its row length.
+        for group in plan if packed else plan[-1:]:
+            tokens = sum(lengths[i] for i in [*group, index]) if packed else (len(group) + 1) * lengths[group[0]]
+            if tokens <= token_budget:
+                group.append(index)
+                break
         else:
             plan.append([index])
+    return plan
+
+
+def split_to(plan: Sequence[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The plan cut into ``count`` micro-batches, always the one with the most tokens; fewer where samples run out.
+
+    Every rank runs as many micro-batches as the one that needs the most.
+    """
+    plan = list(plan)
+    while len(plan) < min(count, len(lengths)):
+        group = max((group for group in plan if len(group) > 1), key=lambda group: sum(lengths[i] for i in group))
+        halves = balanced_shares([lengths[i] for i in group], 2)
+        place = plan.index(group)
+        plan[place : place + 1] = [[group[i] for i in half] for half in halves]
     return plan
 
 
@@ -115,29 +156,36 @@ def collate(
     origins: Collection[Origin],
     pad_id: int,
     device: torch.device,
+    packed: bool = False,
 ) -> MicroBatch:
     """One micro-batch from scored rollouts.
 
     ``version`` is the learner's policy version, ``origins`` the candidate sets that the objective reads.
     """
-    lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
-    input_ids_NL = torch.full((len(samples), max(lengths, default=1)), pad_id, dtype=torch.int64)
-    attention_mask_NL = torch.zeros_like(input_ids_NL)
     valid = [valid_positions(s.record, origins) for s in samples]
-    states = []
-    for row, (sample, keep_T) in enumerate(zip(samples, valid, strict=True)):
-        prompt = torch.tensor(sample.rollout.prompt_ids)
-        sequence = torch.cat([prompt, sample.rollout.response_ids_T.long()])
-        input_ids_NL[row, : len(sequence)] = sequence
-        attention_mask_NL[row, : len(sequence)] = 1
+    sequences = [torch.tensor([*s.rollout.prompt_ids, *s.rollout.response_ids_T.tolist()]) for s in samples]
+    lengths = [len(sequence) for sequence in sequences]
+    row_length = max(lengths)
+    states, start = [], 0
+    for sample, length, keep_T in zip(samples, lengths, valid, strict=True):
         # The state at position i predicts the token at i + 1.
-        states.append(row * input_ids_NL.shape[1] + len(prompt) - 1 + keep_T.nonzero()[:, 0])
+        states.append(start + len(sample.rollout.prompt_ids) - 1 + keep_T.nonzero()[:, 0])
+        start += length if packed else row_length
+    mask_NL = position_ids_NL = None
+    if packed:
+        input_ids_NL = torch.cat(sequences)[None]
+        position_ids_NL = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    else:
+        input_ids_NL = pad_sequence(sequences, batch_first=True, padding_value=pad_id)
+        mask_NL = (torch.arange(row_length) < torch.tensor(lengths)[:, None]).long().to(device)
     rollouts, records = [s.rollout for s in samples], [s.record for s in samples]
     versions = _joined([r.versions_T for r in rollouts], valid).long()
     sequence_T = torch.cat([torch.full((len(s),), row) for row, s in enumerate(states)])
     return MicroBatch(
         input_ids_NL=input_ids_NL.to(device),
-        attention_mask_NL=attention_mask_NL.to(device),
+        attention_mask_NL=mask_NL,
+        position_ids_NL=position_ids_NL,
+        sequences=len(samples),
         state_T=torch.cat(states).to(device),
         sampled_T=_joined([r.response_ids_T for r in rollouts], valid).long().to(device),
         log_q_T=_joined([r.log_q_T for r in records], valid).to(device),
@@ -146,6 +194,16 @@ def collate(
         staleness_T=(version - versions).where(versions != NO_VERSION, NO_VERSION).to(device),
         blocks=tuple(_block(samples, origin, valid, device) for origin in sorted(origins)),
     )
+
+
+def unscored(sample: ScoredRollout) -> ScoredRollout:
+    """The sample without a score: it goes through the student, and no token of it is trained."""
+    sets = tuple(
+        each if each.log_q_TC is None else each.scored(torch.full_like(each.log_q_TC, math.nan))
+        for each in sample.record.sets
+    )
+    log_q_T = torch.full_like(sample.record.log_q_T, math.nan)
+    return replace(sample, record=replace(sample.record, log_q_T=log_q_T, sets=sets))
 
 
 def _block(

@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from asyncopd.errors import DeadlineError
 from asyncopd.held_out import HeldOutCollector
+from asyncopd.learner.batching import balanced_shares
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
@@ -182,8 +183,9 @@ class LearnerLoop:
         """One optimizer step and its commit; the new version."""
         began = time.monotonic()
         with self.tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
-            share = _share(batch.samples, self.accelerator.process_index, self.accelerator.num_processes)
-            samples = read_samples(self.run_dir, share)
+            shares = balanced_shares([sample.tokens for sample in batch.samples], self.accelerator.num_processes)
+            mine = shares[self.accelerator.process_index]
+            samples = read_samples(self.run_dir, [batch.samples[i] for i in mine])
             read_s = time.monotonic() - began
             metrics = self.learner.step(samples, version)
             span.add(tokens=sum(len(s.rollout.response_ids_T) for s in samples))
@@ -228,17 +230,6 @@ def read_samples(run_dir: Path, samples: Sequence[BatchSample]) -> list[ScoredRo
         )
         for sample in samples
     ]
-
-
-def _share(samples: Sequence[BatchSample], rank: int, ranks: int) -> list[BatchSample]:
-    """This rank's samples: dealt out longest first, back and forth, so that every rank gets about the same tokens."""
-    by_length = sorted(samples, key=lambda sample: (-sample.tokens, sample.ordinal))
-    mine = [
-        sample
-        for place, sample in enumerate(by_length)
-        if (place % ranks if (place // ranks) % 2 == 0 else ranks - 1 - place % ranks) == rank
-    ]
-    return sorted(mine, key=lambda sample: sample.ordinal)
 
 
 def _values(metrics: Mapping[str, float], batch: Batch, version: int, ledger: Ledger) -> dict[str, float]:

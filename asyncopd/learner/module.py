@@ -71,7 +71,10 @@ class StudentModule(nn.Module):
     def _states(self, micro: MicroBatch) -> Tensor:
         """Hidden states [T, H] that predict the valid response tokens."""
         output = self.model.base_model(
-            input_ids=micro.input_ids_NL, attention_mask=micro.attention_mask_NL, use_cache=False
+            input_ids=micro.input_ids_NL,
+            attention_mask=micro.attention_mask_NL,
+            position_ids=micro.position_ids_NL,
+            use_cache=False,
         )
         return output.last_hidden_state.flatten(0, 1)[micro.state_T]
 

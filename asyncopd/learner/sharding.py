@@ -7,21 +7,17 @@ accelerate's own FSDP2 would silently turn into plain data parallel on a CPU.
 """
 
 import logging
-import math
-from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncopd.errors import ConfigError
-from asyncopd.types import ScoredRollout
 
 LOG = logging.getLogger(__name__)
 SHARDINGS = ("none", "fsdp2")
@@ -58,26 +54,6 @@ def body_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def level(groups: Sequence[list[ScoredRollout]], accelerator: Accelerator) -> list[list[ScoredRollout]]:
-    """As many micro-batches as the rank with the most has: the others run some in which no token is trained.
-
-    A sharded forward gathers weights from all ranks, so all must run it equally often.
-    """
-    mine = torch.tensor([len(groups)], device=accelerator.device)
-    most = int(accelerator.gather(mine).max())
-    shortest = min((s for group in groups for s in group), key=lambda s: s.rollout.response_ids_T.numel())
-    return [*groups, *([_unscored(shortest)] for _ in range(most - len(groups)))]
-
-
-def _unscored(sample: ScoredRollout) -> ScoredRollout:
-    sets = tuple(
-        each if each.log_q_TC is None else each.scored(torch.full_like(each.log_q_TC, math.nan))
-        for each in sample.record.sets
-    )
-    log_q_T = torch.full_like(sample.record.log_q_T, math.nan)
-    return replace(sample, record=replace(sample.record, log_q_T=log_q_T, sets=sets))
-
-
 def _sharded(module: nn.Module, accelerator: Accelerator) -> nn.Module:
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     reshard = _reshard_after_forward(accelerator)
@@ -85,6 +61,7 @@ def _sharded(module: nn.Module, accelerator: Accelerator) -> nn.Module:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     # The root's weights would be gathered again at once for the backward, so they stay.
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    register_fsdp_forward_method(module, "logprobs")
     plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ConfigError(

@@ -12,16 +12,17 @@ from transformers import PreTrainedModel, get_scheduler
 
 from asyncopd.errors import ConfigError
 from asyncopd.learner.adapters import LoraConfig, adapter_weights, merged_weights
-from asyncopd.learner.batching import MicroBatch, collate, plan_micro_batches
+from asyncopd.learner.batching import MicroBatch, collate, plan_micro_batches, split_to, unscored
 from asyncopd.learner.clock import PhaseClock
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import StudentModule
 from asyncopd.learner.optimizers import build_optimizer, require_optimizer
-from asyncopd.learner.sharding import SHARDINGS, distributed, is_sharded, level
+from asyncopd.learner.packing import PACKINGS, packs
+from asyncopd.learner.sharding import SHARDINGS, distributed, is_sharded
+from asyncopd.learner.step_pass import step_contexts
 from asyncopd.learner.update_size import UpdateSize
 from asyncopd.objectives import Objective, StepContext, by_staleness
 from asyncopd.objectives.reduction import token_scales
-from asyncopd.objectives.tokens import Candidates, Tokens
 from asyncopd.publish import Weights, whole
 from asyncopd.types import NO_VERSION, ScoredRollout
 
@@ -55,7 +56,10 @@ class LearnerConfig:
     dtype: str = "bf16"
     """Dtype of forward and backward: ``bf16`` (autocast over float32 weights) or ``fp32``."""
     micro_batch_tokens: int = 4096
-    """Padded tokens that go through the student at once."""
+    """Tokens that go through the student at once, padding included."""
+    packing: str = "auto"
+    """``on``: sequences follow each other in one row, kept apart by attention. ``off``: padded rows. ``auto`` packs
+    where the attention's cost follows the sequences (flash and flex attention on GPUs)."""
     head_chunk_mb: int = 256
     """Memory for what the head holds for one chunk of tokens times the vocabulary, MiB."""
     threads: int = 0
@@ -77,6 +81,8 @@ class LearnerConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"learner.dtype is {self.dtype!r}; expected one of {sorted(DTYPES)}")
         require_optimizer(self.optimizer)
+        if self.packing not in PACKINGS:
+            raise ConfigError(f"learner.packing is {self.packing!r}; expected one of {', '.join(PACKINGS)}")
         if self.sharding not in SHARDINGS:
             raise ConfigError(f"learner.sharding is {self.sharding!r}; expected one of {', '.join(SHARDINGS)}")
         if not self.lr > 0:
@@ -103,17 +109,12 @@ class Learner:
         shape: HeadShape,
         pad_id: int,
     ) -> None:
-        if objective.needs_step_pass and accelerator.num_processes > 1:
-            raise ConfigError(
-                f"objective {objective.config.name!r} reads the whole optimizer step, which is not gathered over "
-                f"{accelerator.num_processes} learner processes yet; run one learner process, or another objective"
-            )
         self.objective = objective
         self.config = config
         self.accelerator = accelerator
         self.pad_id = pad_id
-        module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
         self.vocabulary = shape.vocabulary
+        module = StudentModule(model, objective, replace(shape, compute_dtype=DTYPES[config.dtype]))
         self.module = distributed(module, config.sharding, accelerator)
         self.sharded = is_sharded(self.module)
         self.optimizer = build_optimizer(
@@ -123,6 +124,8 @@ class Learner:
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
         )
+        attention = self.student.config._attn_implementation or ""
+        self.packed = packs(config.packing, attention, shape.vocabulary, accelerator.device, self._logprobs)
         self._update_size = UpdateSize(self.module.parameters())
         self.schedule = get_scheduler(config.schedule, self.optimizer, config.warmup_steps, steps)
 
@@ -138,9 +141,6 @@ class Learner:
         """
         return merged_weights(self.student)
 
-    def adapters(self) -> Weights:
-        """The adapters by peft's names, read like ``weights``; empty without adapters."""
-        return adapter_weights(self.student)
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> Tensor:
         """Logprobs (nats, float32 [len(ids) - 1]) of each token after the first, at temperature 1.
@@ -158,6 +158,9 @@ class Learner:
             root.reshard()
         return torch.log_softmax(logits.float(), dim=-1).gather(1, ids_1L[0, 1:, None])[:, 0].cpu()
 
+    def adapters(self) -> Weights:
+        """The adapters by peft's names, read like ``weights``; empty without adapters."""
+        return adapter_weights(self.student)
 
     def step(self, samples: Sequence[ScoredRollout], version: int) -> dict[str, float]:
         """Train on this rank's share of the batch; ``version`` is the student's policy version before the step.
@@ -199,10 +202,12 @@ class Learner:
 
     def _micro_batches(self, samples: Sequence[ScoredRollout], version: int) -> list[MicroBatch]:
         lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
-        plan = plan_micro_batches(lengths, self.config.micro_batch_tokens)
-        groups = [[samples[i] for i in group] for group in plan]
-        if self.sharded:
-            groups = level(groups, self.accelerator)
+        plan = plan_micro_batches(lengths, self.config.micro_batch_tokens, packed=self.packed)
+        # Forwards of several ranks wait for each other, so every rank runs as many as the one that needs the most.
+        most = int(self.accelerator.gather(torch.tensor([len(plan)], device=self.accelerator.device)).max())
+        groups = [[samples[i] for i in group] for group in split_to(plan, lengths, most)]
+        shortest = samples[min(range(len(samples)), key=lengths.__getitem__)]
+        groups += [[unscored(shortest)] for _ in range(most - len(groups))]
         return [
             collate(
                 group,
@@ -210,6 +215,7 @@ class Learner:
                 origins=self.objective.origins,
                 pad_id=self.pad_id,
                 device=self.accelerator.device,
+                packed=self.packed,
             )
             for group in groups
         ]
@@ -241,16 +247,16 @@ class Learner:
         """What a few objectives need to know of the whole step before its first token is trained."""
         if not self.objective.needs_step_pass:
             return [None] * len(micros)
-        module = self.accelerator.unwrap_model(self.module)
+        self.module.eval()
+        return [*step_contexts(self.objective, micros, self._logprobs, self.accelerator)]
+
+    def _logprobs(self, micro: MicroBatch) -> Tensor:
         with self.accelerator.autocast():
-            parts = [micro.tokens(slice(None), module.logprobs(micro)) for micro in micros]
-        context = self.objective.step_context(_concatenated(parts))
-        contexts: list[StepContext | None] = []
-        start = 0
-        for micro in micros:
-            contexts.append(context.slice(slice(start, start + len(micro.state_T))))
-            start += len(micro.state_T)
-        return contexts
+            found_TC: Tensor = self.accelerator.unwrap_model(self.module).logprobs(micro)
+        if isinstance(self.module, FSDPModule):
+            # Without a backward the root unit would stay gathered, its shards out of everyone's sight.
+            self.module.reshard()
+        return found_TC
 
     def _means(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
         """Mean of every metric over the step's tokens, of all ranks, in all and by staleness."""
@@ -269,31 +275,3 @@ class Learner:
             name: float(value_T.double().mean()) for name, value_T in (values | of_sampled).items() if len(value_T)
         }
         return means | by_staleness(values, staleness_T)
-
-
-def _concatenated(parts: Sequence[Tokens]) -> Tokens:
-    """The tokens of the whole step, with sequence indices that stay apart."""
-    offsets, offset = [], 0
-    for part in parts:
-        offsets.append(part.sequence_T + offset)
-        offset += int(part.sequence_T.max()) + 1 if len(part.sequence_T) else 0
-
-    def joined(sets: Sequence[Candidates | None]) -> Candidates | None:
-        present = [s for s in sets if s is not None]
-        if not present:
-            return None
-        return Candidates(
-            log_p_TC=torch.cat([s.log_p_TC for s in present]),
-            log_q_TC=torch.cat([s.log_q_TC for s in present]),
-            log_w_TC=torch.cat([s.log_w_TC for s in present]),
-        )
-
-    return Tokens(
-        log_p_T=torch.cat([p.log_p_T for p in parts]),
-        log_q_T=torch.cat([p.log_q_T for p in parts]),
-        log_b_T=torch.cat([p.log_b_T for p in parts]),
-        sequence_T=torch.cat(offsets),
-        staleness_T=torch.cat([p.staleness_T for p in parts]),
-        student=joined([p.student for p in parts]),
-        teacher=joined([p.teacher for p in parts]),
-    )

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from asyncopd.learner.batching import collate, plan_micro_batches
+from asyncopd.errors import ConfigError
+from asyncopd.learner.batching import MicroBatch, balanced_shares, collate, plan_micro_batches, split_to
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import StudentModule
+from asyncopd.learner.packing import packs
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.objectives import ObjectiveConfig, build_objective
 from asyncopd.types import NO_VERSION, Rollout, ScoredRollout
@@ -62,14 +65,23 @@ def _sample(index: int, prompt: int, response: int) -> ScoredRollout:
 SAMPLES = [_sample(index, 3 + index % 4, 2 + 3 * (index % 3)) for index in range(7)]
 
 
-def _gradients(samples: list[ScoredRollout], token_budget: int, pad_id: int = EOS) -> tuple[float, dict[str, Tensor]]:
+def _gradients(
+    samples: list[ScoredRollout], token_budget: int, pad_id: int = EOS, packed: bool = False
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and float64 gradient of a token mean over ``samples`` in micro-batches of ``token_budget``."""
     model = make_tiny_llama(1, layers=2).double()
     module = StudentModule(model, OBJECTIVE, HeadShape(vocabulary=VOCABULARY, compute_dtype=torch.float64))
     lengths = [len(s.rollout.prompt_ids) + len(s.rollout.response_ids_T) for s in samples]
     micros = [
-        collate([samples[i] for i in group], version=0, origins=["student"], pad_id=pad_id, device=torch.device("cpu"))
-        for group in plan_micro_batches(lengths, token_budget)
+        collate(
+            [samples[i] for i in group],
+            version=0,
+            origins=["student"],
+            pad_id=pad_id,
+            device=torch.device("cpu"),
+            packed=packed,
+        )
+        for group in plan_micro_batches(lengths, token_budget, packed=packed)
     ]
     tokens = sum(len(micro.state_T) for micro in micros)
     loss = 0.0
@@ -80,12 +92,13 @@ def _gradients(samples: list[ScoredRollout], token_budget: int, pad_id: int = EO
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("budget", [1, 20, 45])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("budget", [1, 20, 45, 10_000])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_split_and_order_of_a_step_do_not_change_loss_or_gradient(budget: int, seed: int) -> None:
+def test_split_order_and_packing_of_a_step_do_not_change_loss_or_gradient(packed: bool, budget: int, seed: int) -> None:
     order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(seed)).tolist()
     whole_loss, whole = _gradients(SAMPLES, 10_000)
-    split_loss, split = _gradients([SAMPLES[i] for i in order], budget)
+    split_loss, split = _gradients([SAMPLES[i] for i in order], budget, packed=packed)
     assert split_loss == pytest.approx(whole_loss, abs=1e-12)
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], atol=1e-10, rtol=1e-10)
@@ -151,13 +164,59 @@ def test_a_step_without_a_valid_token_leaves_the_student_as_it_is() -> None:
     assert all(torch.equal(before[name], weight) for name, weight in learner.student.state_dict().items())
 
 
-def test_micro_batches_hold_every_sequence_once_within_the_budget() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_hold_every_sequence_once_within_the_budget(packed: bool) -> None:
     lengths = [5, 90, 17, 17, 3, 40, 200]
-    plan = plan_micro_batches(lengths, 100)
+    plan = plan_micro_batches(lengths, 100, packed=packed)
     assert sorted(index for group in plan for index in group) == list(range(7))
-    padded = [len(group) * max(lengths[index] for index in group) for group in plan]
-    assert all(size <= 100 for size, group in zip(padded, plan, strict=True) if len(group) > 1)
+    sizes = [
+        sum(lengths[index] for index in group) if packed else len(group) * max(lengths[index] for index in group)
+        for group in plan
+    ]
+    assert all(size <= 100 for size, group in zip(sizes, plan, strict=True) if len(group) > 1)
     assert [6] in plan  # longer than the budget: alone
+    assert len(plan) == (3 if packed else 4)
+
+
+def test_a_plan_is_cut_where_it_holds_most_until_there_are_enough_micro_batches() -> None:
+    lengths = [5, 90, 17, 17, 3, 40, 200]
+    plan = plan_micro_batches(lengths, 100, packed=True)
+    cut = split_to(plan, lengths, 5)
+    assert sorted(index for group in cut for index in group) == list(range(7))
+    assert len(cut) == 5
+    assert max(sum(lengths[i] for i in group) for group in cut if len(group) > 1) <= 60
+    assert len(split_to(plan, lengths, 9)) == 7  # never an empty one
+
+
+def test_ranks_get_equal_shares_of_the_tokens() -> None:
+    tokens = [400, 10, 10, 10, 390, 200, 210, 10]
+    shares = balanced_shares(tokens, 3)
+    assert sorted(index for share in shares for index in share) == list(range(8))
+    loads = [sum(tokens[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= 30
+    assert all(balanced_shares([5, 0, 0], 3))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packing_is_taken_up_only_where_the_student_keeps_sequences_apart(attention: str) -> None:
+    model = make_tiny_llama(1, layers=2)
+    model.set_attn_implementation(attention)
+    module = StudentModule(model, OBJECTIVE, HeadShape(vocabulary=VOCABULARY))
+
+    def packed(packing: str, name: str, logprobs: Callable[[MicroBatch], Tensor] = module.logprobs) -> bool:
+        return packs(packing, name, VOCABULARY, torch.device("cpu"), logprobs)
+
+    def blind(micro: MicroBatch) -> Tensor:
+        """An attention that does not read the positions."""
+        return module.logprobs(replace(micro, position_ids_NL=None))
+
+    assert packed("on", attention)
+    assert packed("auto", "flash_attention_2")
+    assert not packed("auto", attention)
+    assert not packed("off", "flash_attention_2")
+    assert not packed("auto", "flash_attention_2", blind)
+    with pytest.raises(ConfigError, match="see each other"):
+        packed("on", attention, blind)
 
 
 def test_tokens_that_no_student_sampled_train_alike_and_have_no_staleness_and_no_logprob_gap() -> None:
