@@ -58,10 +58,11 @@ class LedgerView:
     """The run folder, runs/<name>."""
 
 
-_USAGE = """usage: asyncopd {launch,train,status,report,ledger,replay,offline,audit} ...
+_USAGE = """usage: asyncopd {launch,train,sweep,status,report,ledger,replay,offline,audit} ...
 
   launch [options] recipe.py [recipe options]   start a recipe; Ctrl-C stops it with a checkpoint
   train CONFIG                                  run a resolved configuration again
+  sweep SPEC [axis=value ...]                   run a grid of runs side by side, and gather them in one table
   status RUN                                    show a running or finished run
   report RUN                                    make report.html, trace.json and summary.json again
   ledger {show,verify} RUN                      look into the sample queue of a run; check it in full
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "launch": _launch,
         "train": _train,
+        "sweep": _sweep,
         "status": _status,
         "report": _report,
         "ledger": _ledger,
@@ -112,6 +114,12 @@ def _train(words: list[str]) -> int:
     from asyncopd.recipe import train_again
 
     return train_again(tyro.cli(Train, args=words, prog="asyncopd train").config)
+
+
+def _sweep(words: list[str]) -> int:
+    from asyncopd.sweep.cli import sweep_main
+
+    return sweep_main(words)
 
 
 def _status(words: list[str]) -> int:

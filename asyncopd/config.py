@@ -108,7 +108,7 @@ def from_yaml(text: str, source: str) -> RunConfig:
     try:
         return _converter().structure(yaml.safe_load(text), RunConfig)
     except cattrs.BaseValidationError as error:
-        details = "; ".join(cattrs.transform_error(error, path="config"))
+        details = "; ".join(cattrs.transform_error(error, path="config", format_exception=_in_words))
         raise ConfigError(f"{source} is not a run configuration: {details}") from error
     except (yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"{source} is not a run configuration: {error}") from error
@@ -130,6 +130,11 @@ def flat(config: RunConfig) -> dict[str, Any]:
                 yield f"{prefix}{name}", value
 
     return dict(walk(plain(config), ""))
+
+
+def _in_words(error: BaseException, kind: type | None) -> str:
+    """What a component says of its own values goes before what can be said in general."""
+    return str(error) if isinstance(error, ConfigError) else cattrs.v.format_exception(error, kind)
 
 
 def _converter() -> cattrs.Converter:

@@ -1,8 +1,9 @@
-"""The command line of a recipe: every field of its configuration, and what to do with it."""
+"""A recipe, and its command line: every field of its configuration, and what to do with it."""
 
+import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +15,26 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncopd.config import RunConfig, from_yaml, to_yaml
 from asyncopd.errors import AsyncOPDError, ConfigError
-from asyncopd.interface import Inputs, RunResult
+from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.pipeline import run
 from asyncopd.preflight import preflight
 from asyncopd.tracking.before_after import before_after_table
 from teacher_cache.errors import TeacherCacheError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a recipe file's function ``recipe`` returns, so that a sweep can take it up.
+
+    callbacks   of a run with a given configuration, such as an evaluation of the recipe's own
+    """
+
+    config: RunConfig
+    callbacks: Callable[[RunConfig], Callbacks] | None = None
+
+    def callbacks_of(self, config: RunConfig) -> Callbacks:
+        """The callbacks of a run."""
+        return Callbacks() if self.callbacks is None else self.callbacks(config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,24 +52,25 @@ class Invocation:
     """Check all that can be checked without loading weights, and stop."""
 
 
-def main(config: RunConfig, argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
+def main(recipe: RunConfig | Recipe, argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
     """Run a recipe with the command line's overrides; the exit status.
 
     description     what --help says first, such as the recipe's docstring
     """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(config=recipe)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
     logging.getLogger("asyncopd").setLevel(logging.INFO)
     disable_progress_bar()
     console = Console()
     try:
-        asked = tyro.cli(Invocation, default=Invocation(config=config), args=argv, description=description)
-        return _obey(asked, console)
+        asked = tyro.cli(Invocation, default=Invocation(config=recipe.config), args=argv, description=description)
+        return _obey(asked, recipe, console)
     except (AsyncOPDError, TeacherCacheError) as error:
         Console(stderr=True).print(f"asyncopd: {error}", style="red", markup=False, highlight=False)
         return 1
 
 
-def _obey(asked: Invocation, console: Console) -> int:
+def _obey(asked: Invocation, recipe: Recipe, console: Console) -> int:
     if asked.print_config:
         console.out(to_yaml(asked.config), end="", highlight=False)
         return 0
@@ -64,7 +81,8 @@ def _obey(asked: Invocation, console: Console) -> int:
         return 0
     if asked.resume_version is not None and not asked.resume:
         raise ConfigError("--resume-version needs --resume")
-    result = run(asked.config, resume=asked.resume, resume_version=asked.resume_version)
+    callbacks = recipe.callbacks_of(asked.config)
+    result = run(asked.config, callbacks=callbacks, resume=asked.resume, resume_version=asked.resume_version)
     show(result, console)
     return 0
 
@@ -75,6 +93,24 @@ def show(result: RunResult, console: Console) -> None:
         console.print(before_after_table(result.before, result.after, report=result.path / "report.html"))
     if result.stopped:
         console.print(f"stopped at policy version {result.policy_version}; --resume --name {result.path.name} goes on")
+
+
+def load_recipe(path: Path) -> Recipe:
+    """The recipe of a file with a function ``recipe``, or of a config.yaml; ConfigError where it is neither."""
+    if not path.is_file():
+        raise ConfigError(f"there is no recipe {str(path)!r}; give a recipe's .py file, or the config.yaml of a run")
+    if path.suffix in (".yaml", ".yml"):
+        return Recipe(config=from_yaml(path.read_text(), str(path)))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file; give a recipe's .py file, or the config.yaml of a run")
+    # As for a script that is run: its neighbours can be imported.
+    sys.path.insert(0, str(path.parent.resolve()))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if "recipe" not in vars(module):
+        raise ConfigError(f"{path} has no function recipe() -> asyncopd.recipe.Recipe; a sweep needs it")
+    return module.recipe()
 
 
 def train_again(path: Path) -> int:
