@@ -1,19 +1,25 @@
-"""Tokens per second of the transformers engine beside transformers' own ``generate``, on one model.
+"""Tokens per second of the rollout engines beside transformers' ``generate`` and vLLM's own sampler, on one model.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout models/smollm2-student --dtype bf16 --batch 12 --batch 48
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout models/smollm2-student --dtype bf16 --batch 12 --batch 24
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout models/smollm2-student --design "systematic(16)" --vllm
 
 CPU seconds are counted, not wall time, so that a busy machine blurs the comparison less; with ``--threads 2`` they are
-those of both threads.
+those of both threads. ``--vllm`` adds vLLM: with the engine's draw, and with its own sampler and processed logprobs.
+An update is timed by the wall: it is how long no token comes while new weights are read from their file and taken.
 """
 
 import argparse
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from asyncopd.publish import WeightStore
+from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.types import RolloutRequest
@@ -25,6 +31,8 @@ TASKS = (
     "Explain how to boil an egg, step by step, for a child.",
     "Give me a tip for sleeping better.",
 )
+Prompts = list[list[int]]
+Work = Callable[[Prompts], object]
 
 
 def main() -> None:
@@ -35,36 +43,97 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--tokens", type=int, default=48)
     options.add_argument("--design", default=None, help="also draw candidates, for example systematic(16)")
+    options.add_argument("--vllm", action="store_true")
+    options.add_argument("--updates", type=int, default=5)
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.dtype]
     tokenizer = AutoTokenizer.from_pretrained(chosen.model, padding_side="left")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.dtype]
     model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=dtype).eval()
-    for batch in chosen.batch or [12, 16, 48]:
+    batches = chosen.batch or [12, 16, 48]
+    workers = dict(contestants(chosen, model, tokenizer, max(batches), dtype))
+    for batch in batches:
         texts = [TASKS[index % len(TASKS)] for index in range(batch)]
         messages = [[{"role": "user", "content": text}] for text in texts]
         prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m in messages]
-        sampling = SamplingConfig(max_new_tokens=chosen.tokens, min_new_tokens=chosen.tokens)
-        engine = TransformersEngine(
-            model,
-            vocabulary=len(tokenizer),
-            eos_token_ids=(tokenizer.eos_token_id,),
-            sampling=sampling,
-            run_seed=0,
-            design=chosen.design,
-            version=0,
-        )
-        own = best(lambda engine=engine, prompts=prompts: answer(engine, prompts))
+        for name, work in workers.items():
+            rate = batch * chosen.tokens / best(lambda work=work, prompts=prompts: work(prompts))
+            print(f"{chosen.dtype} batch {batch:3}  {name:32} {rate:6.0f} tokens per CPU s", flush=True)
+
+
+def contestants(
+    chosen: argparse.Namespace, model: PreTrainedModel, tokenizer: object, slots: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Work]]:
+    """What is compared; the engines' updates are timed as they are made."""
+    settings = {
+        "vocabulary": len(tokenizer), "eos_token_ids": (tokenizer.eos_token_id,), "run_seed": 0, "version": 0,
+        "sampling": SamplingConfig(max_new_tokens=chosen.tokens, min_new_tokens=chosen.tokens), "dtype": dtype,
+    }  # fmt: skip
+    designs = [None] if chosen.design is None else [None, chosen.design]
+    engines: dict[str, RolloutEngine] = {
+        f"transformers {design or ''}": TransformersEngine(model, **settings, design=design) for design in designs
+    }
+    if chosen.vllm:
+        from asyncopd.rollout.vllm_engine import VllmEngine
+
+        for design in designs:
+            engines[f"vllm {design or ''}"] = VllmEngine(chosen.model, slots=slots, **settings, design=design)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = WeightStore(Path(folder), dtype).publish(1, untied(model))
+        for name, engine in engines.items():
+            seconds = [update(engine, directory) for _ in range(chosen.updates)]
+            print(f"{chosen.dtype} update     {name:32} {min(seconds):.3f} to {max(seconds):.3f} s")
+    for name, engine in engines.items():
+        yield name, lambda prompts, engine=engine: answer(engine, prompts)
+    if chosen.vllm:
+        yield "vllm, its own sampler", own_sampler(chosen, slots)
+
+    def generate(prompts: Prompts) -> None:
         padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-        theirs = best(
-            lambda padded=padded: model.generate(
-                **padded, max_new_tokens=chosen.tokens, min_new_tokens=chosen.tokens, do_sample=True, top_k=0
-            )
+        length = {"max_new_tokens": chosen.tokens, "min_new_tokens": chosen.tokens}
+        model.generate(**padded, **length, do_sample=True, top_k=0)
+
+    yield "transformers' generate", generate
+
+
+def untied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state without a tied head, as a learner publishes it."""
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def update(engine: RolloutEngine, directory: Path) -> float:
+    """Wall seconds without a token."""
+    started = time.perf_counter()
+    engine.load_weights(directory, 0)
+    return time.perf_counter() - started
+
+
+def own_sampler(chosen: argparse.Namespace, slots: int) -> Work:
+    """vLLM without this project's draw: its sampler, and the logprobs of the sampling distribution."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(chosen.model), dtype={"bf16": "bfloat16", "fp32": "float32"}[chosen.dtype], max_num_seqs=slots,
+            enforce_eager=True, skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=True,
+            kv_cache_memory_bytes=2**30, logprobs_mode="processed_logprobs",
         )
-        tokens = batch * chosen.tokens
-        print(
-            f"{chosen.dtype} batch {batch}: engine {tokens / own:.0f}, generate {tokens / theirs:.0f} tokens per CPU s"
-        )
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=chosen.tokens, ignore_eos=True, detokenize=False, logprobs=0)
+
+    def work(prompts: Prompts) -> None:
+        for place, prompt in enumerate(prompts):
+            llm.add_request(str(place), {"prompt_token_ids": prompt}, params)
+        while llm.has_unfinished_requests():
+            llm.step()
+
+    return work
 
 
 def best(work: Callable[[], object], rounds: int = 2) -> float:
@@ -77,7 +146,7 @@ def best(work: Callable[[], object], rounds: int = 2) -> float:
     return min(seconds)
 
 
-def answer(engine: TransformersEngine, prompts: list[list[int]]) -> None:
+def answer(engine: RolloutEngine, prompts: Prompts) -> None:
     engine.submit(
         [
             RolloutRequest(uid=str(place), prompt_ids=tuple(prompt), min_version=0)

@@ -1,0 +1,100 @@
+"""The vLLM engine on a GPU against the transformers engine beside it, in under four minutes. Untried: no GPU was here.
+
+    python -m tests.gpu.smoke          # needs the CUDA build of vllm and one GPU; exits with 2 where there is none
+
+The checks are those of ``tests/vllm``, over published files, which is how a GPU takes weights too: greedy text and
+logprobs before and after swaps A -> B -> A, tied and untied; candidates; an answer in flight across a swap.
+"""
+
+import importlib.util
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.rollout.transformers_engine import TransformersEngine
+from asyncopd.types import Rollout, RolloutRequest
+from tests.conftest import EOS, VOCABULARY
+
+TOLERANCE = 1e-3
+"""Nats; kernels on GPUs add up in other orders than on a CPU."""
+PROMPTS = ((7, 8, 9), (200, 31), tuple(range(20, 60)), (90,))
+
+
+def main() -> int:
+    """Exit status: 0 all well, 2 nothing to test with."""
+    if not torch.cuda.is_available():
+        print("no GPU here: this smoke test needs one (the same checks on a CPU: make test-vllm)", file=sys.stderr)
+        return 2
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed: pip install -e '.[vllm]'", file=sys.stderr)
+        return 2
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("tied-llama", "untied-qwen3"):
+            started = time.monotonic()
+            swaps(kind, Path(folder))
+            print(f"{kind}: well, {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+def swaps(kind: str, folder: Path, device: str = "cuda") -> None:
+    """All checks on one model."""
+    from asyncopd.rollout.vllm_config import VllmEngineConfig
+    from asyncopd.rollout.vllm_engine import VllmEngine
+    from tests.vllm.models import save
+
+    a, b = save(kind, 0, folder), save(kind, 9, folder)
+    settings = {
+        "vocabulary": VOCABULARY, "eos_token_ids": (EOS,), "run_seed": 5, "version": 0, "design": "systematic(6)",
+        "sampling": SamplingConfig(max_new_tokens=20, min_new_tokens=20, top_k=1),
+    }  # fmt: skip
+    ours = VllmEngine(
+        a, slots=4, config=VllmEngineConfig(memory_fraction=0.3, kv_cache_gb=0.05, eager=True), **settings
+    )
+    theirs = TransformersEngine(a, device=device, **settings)
+    for version, directory in enumerate((a, b, a), start=1):
+        began = time.monotonic()
+        ours.load_weights(directory, version)
+        print(f"{kind}: version {version} taken in {time.monotonic() - began:.3f} s")
+        theirs.load_weights(directory, version)
+        compare(answers(ours), answers(theirs))
+        torch.testing.assert_close(ours.logprobs(range(10, 40)), theirs.logprobs(range(10, 40)), atol=TOLERANCE, rtol=0)
+    for engine in (ours, theirs):
+        submit(engine)
+        for _ in range(7):
+            engine.step()
+        engine.load_weights(b, 9)
+    crossed = drain(ours)
+    compare(crossed, drain(theirs))
+    assert all(rollout.versions_T.tolist() == [3] * 7 + [9] * 13 for rollout in crossed.values())
+
+
+def submit(engine: object) -> None:
+    engine.submit([RolloutRequest(uid=f"s{i}", prompt_ids=p, min_version=0) for i, p in enumerate(PROMPTS)])
+
+
+def drain(engine: object) -> dict[str, Rollout]:
+    done: dict[str, Rollout] = {}
+    while engine.in_flight:
+        done |= {rollout.uid: rollout for rollout in engine.step()}
+    return done
+
+
+def answers(engine: object) -> dict[str, Rollout]:
+    submit(engine)
+    return drain(engine)
+
+
+def compare(ours: dict[str, Rollout], theirs: dict[str, Rollout]) -> None:
+    assert ours.keys() == theirs.keys()
+    for uid, expected in theirs.items():
+        assert ours[uid].response_ids_T.tolist() == expected.response_ids_T.tolist()
+        assert ours[uid].candidates.ids_TC.tolist() == expected.candidates.ids_TC.tolist()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
