@@ -100,7 +100,7 @@ def _other_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     contexts = []
     for name, source in config.teacher.sources.items():
         if isinstance(source, tuple):
-            contexts.append(shake_hands(config, source, name).max_context)
+            contexts.append(shake_hands(config, source, name))
         elif name != DEFAULT:
             model = outline(source, f"teacher {name!r}")
             shared = check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(source))

@@ -25,7 +25,7 @@ from teacher_cache.vllm_scorer import VllmScorerConfig
 DEFAULT = "default"
 """Name of the teacher of every prompt that names none."""
 
-SCORERS = ("transformers", "vllm", "scripted")
+SCORERS = ("transformers", "vllm", "openai", "scripted")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,8 @@ class TeacherConfig:
     model: Path = Path("teacher")
     """Path of an HF checkpoint."""
     scorer: str = "transformers"
-    """Scorer: ``transformers``, ``vllm``, or ``scripted`` (no model; for tests and simulations)."""
+    """Scorer: ``transformers``, ``vllm``, ``openai`` (``urls`` are stock vLLM servers: teacher-drawn top_k and the
+    sampled token's logprob, at temperature 1), or ``scripted`` (no model; for tests and simulations)."""
     dtype: str = "bf16"
     """Dtype of the forward pass, ``bf16`` or ``fp32``; logprobs are normalised in float32 either way."""
     device_map: str = ""
@@ -87,6 +88,8 @@ class TeacherConfig:
             )
         if (self.urls or self.named) and self.scorer == "scripted":
             raise ConfigError("teacher.urls or teacher.named is set and teacher.scorer is scripted; take one of them")
+        if self.scorer == "openai":
+            self._check_foreign()
         if self.deadline_s <= 0:
             raise ConfigError(f"teacher.deadline_s is {self.deadline_s}; expected seconds above 0")
         names = [entry.partition("=")[0] for entry in self.named]
@@ -118,6 +121,20 @@ class TeacherConfig:
             )
         if self.threads < 0:
             raise ConfigError(f"teacher.threads is {self.threads}; expected 0 (share) or a number of threads")
+
+    def _check_foreign(self) -> None:
+        """ConfigError where stock servers cannot be the teachers."""
+        here = [name for name, source in self.sources.items() if isinstance(source, Path)]
+        if here:
+            raise ConfigError(
+                f"teacher.scorer is openai and there is no URL for {here}; give teacher.urls, such as "
+                "http://127.0.0.1:8000, and URLs in teacher.named"
+            )
+        if self.cache is not None:
+            raise ConfigError(
+                "teacher.cache is set and teacher.scorer is openai, whose servers do not say which weights they serve: "
+                "leave the cache out"
+            )
 
     @property
     def sources(self) -> dict[str, Path | tuple[str, ...]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
@@ -18,6 +18,7 @@ from teacher_cache.client import ClientConfig, TeacherClient
 from teacher_cache.errors import HandshakeError, ScoringError, ServiceError
 from teacher_cache.identity import Expectation, TeacherIdentity, identify_tokenizer
 from teacher_cache.local_teacher import LocalTeacherConfig
+from teacher_cache.prompt_logprobs_scorer import PromptLogprobsScorer
 from teacher_cache.routed_scorer import RoutedScorer
 from teacher_cache.scorer import Scorer
 from teacher_cache.scripted_scorer import ScriptedScorer
@@ -53,11 +54,12 @@ def running_teacher(config: RunConfig, ids: TokenIds, scorer: Scorer) -> CausalM
     return scorer.model
 
 
-def shake_hands(config: RunConfig, urls: tuple[str, ...], name: str) -> TeacherIdentity:
-    """What the services of a teacher are; ConfigError where none answers, or one differs from what the run needs."""
+def shake_hands(config: RunConfig, urls: tuple[str, ...], name: str) -> int:
+    """The context that a teacher behind services takes; ConfigError where none answers, or one is not as needed."""
+    connect = _client if config.teacher.scorer != "openai" else _prompt_logprobs
     try:
-        with _client(config, urls, name, _HANDSHAKE_S, None) as client:
-            return client.identity
+        with connect(config, urls, name, _HANDSHAKE_S, _nothing) as client:
+            return client.max_context
     except (HandshakeError, ServiceError) as error:
         raise ConfigError(f"teacher {name!r}: {error}") from error
 
@@ -87,6 +89,8 @@ def _build(
     cache: tuple[RecordStore, CacheCounts] | None,
     beat: Callable[[], None],
 ) -> Scorer:
+    if isinstance(source, tuple) and config.teacher.scorer == "openai":
+        return _prompt_logprobs(config, source, name, config.teacher.deadline_s, beat)
     if isinstance(source, tuple):
         client = _client(config, source, name, config.teacher.deadline_s, beat)
         return client if cache is None else _cached(config, name, cache, client.identity, lambda: client)
@@ -120,7 +124,8 @@ def _local(config: RunConfig, path: Path) -> LocalTeacherConfig:
     teacher = config.teacher
     return LocalTeacherConfig(
         model=path,
-        backend=teacher.scorer,
+        # Where others run the teacher, what is loaded here is only for held-out figures.
+        backend="vllm" if teacher.scorer == "vllm" else "transformers",
         temperature=config.objective.temperature,
         dtype=teacher.dtype,
         device=device().type,
@@ -133,21 +138,44 @@ def _local(config: RunConfig, path: Path) -> LocalTeacherConfig:
 
 
 def _client(
-    config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: float, beat: Callable[[], None] | None
+    config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: float, beat: Callable[[], None]
 ) -> TeacherClient:
+    return TeacherClient(
+        urls, expected=_expected(config)[1], config=_client_config(name, deadline_s), while_waiting=beat
+    )
+
+
+def _prompt_logprobs(
+    config: RunConfig, urls: tuple[str, ...], name: str, deadline_s: float, beat: Callable[[], None]
+) -> PromptLogprobsScorer:
+    tokenizer, expected = _expected(config)
+    return PromptLogprobsScorer(
+        urls,
+        expected=expected,
+        tokenizer=tokenizer,
+        config=_client_config(name, deadline_s),
+        while_waiting=beat,
+    )
+
+
+def _expected(config: RunConfig) -> tuple[PreTrainedTokenizerBase, Expectation]:
+    """The student's tokenizer, and what a teacher behind services must be."""
     draws = build_objective(config.objective).draws
-    expected = Expectation(
-        tokenizer=identify_tokenizer(AutoTokenizer.from_pretrained(config.student)),
+    tokenizer = AutoTokenizer.from_pretrained(config.student)
+    return tokenizer, Expectation(
+        tokenizer=identify_tokenizer(tokenizer),
         temperature=config.objective.temperature,
         draw=draws["teacher"].spec if "teacher" in draws else None,
         designs=tuple(draw.spec for draw in draws.values()),
     )
-    return TeacherClient(
-        urls,
-        expected=expected,
-        config=ClientConfig(token=os.environ.get(TOKEN_VARIABLE), deadline_s=deadline_s, teacher=name),
-        while_waiting=beat,
-    )
+
+
+def _client_config(name: str, deadline_s: float) -> ClientConfig:
+    return ClientConfig(token=os.environ.get(TOKEN_VARIABLE), deadline_s=deadline_s, teacher=name)
+
+
+def _nothing() -> None:
+    """Nobody watches."""
 
 
 SCORERS: dict[str, Callable[[RunConfig, TokenIds, str, Path], Scorer]] = {

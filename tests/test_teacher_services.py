@@ -13,6 +13,7 @@ from asyncopd import pipeline
 from asyncopd.config import RunConfig, from_yaml, to_yaml
 from asyncopd.errors import ConfigError
 from asyncopd.interface import RunResult
+from asyncopd.objectives import ObjectiveConfig
 from asyncopd.queue.ledger import Ledger
 from asyncopd.scoring import TeacherConfig
 from asyncopd.tracking.metrics import read_metrics
@@ -22,9 +23,10 @@ from teacher_cache.record import TeacherRecord
 from teacher_cache.routed_scorer import RoutedScorer
 from teacher_cache.scorer import ScoreRequest
 from teacher_cache.transformers_scorer import TransformersScorer
-from tests.conftest import VOCABULARY, make_tiny_llama, save_checkpoint
+from tests.conftest import VOCABULARY, make_tiny_llama, make_tiny_tokenizer, save_checkpoint
 from tests.teacher_cache.build_requests import CountingScorer, make_request
 from tests.teacher_cache.serving import ThreadedService
+from tests.teacher_cache.stock_server import StockServer
 from tests.tiny_run import QUESTIONS, ThreadedWorkers, tiny_config
 
 
@@ -165,3 +167,29 @@ def test_teachers_that_cannot_work_are_refused() -> None:
     }
     config = RunConfig(teacher=several)
     assert from_yaml(to_yaml(config), "here") == config
+
+
+def test_stock_servers_that_cannot_be_the_teacher_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no URL for \['default'\]"):
+        TeacherConfig(scorer="openai")
+    with pytest.raises(ConfigError, match=r"no URL for \['math'\]"):
+        TeacherConfig(scorer="openai", urls=("http://a:1",), named=("math=models/math",))
+    with pytest.raises(ConfigError, match="do not say which weights"):
+        TeacherConfig(scorer="openai", urls=("http://a:1",), cache=tmp_path)
+    config = with_teacher(tiny_config(tmp_path, *models), scorer="openai", urls=("http://127.0.0.1:9",))
+    with pytest.raises(ConfigError, match="student-drawn systematic"):
+        pipeline.run(config)
+
+
+def test_a_run_learns_from_a_stock_servers_likeliest_tokens(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    with StockServer(make_tiny_tokenizer(), context=128) as server:
+        config = with_teacher(
+            tiny_config(tmp_path, *models), scorer="openai", urls=(server.url,), model=Path("nowhere")
+        )
+        objective = ObjectiveConfig(name="forward_kl", design="top_k_tail(8)")
+        result = pipeline.run(replace(config, objective=objective))
+    assert len(losses(result)) == 2
+    assert all(loss > 0 for loss in losses(result))
