@@ -24,6 +24,7 @@ from asyncopd.final_student import help_write_final_student, write_final_student
 from asyncopd.held_out import HeldOutCollector, HeldOutFiles
 from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
+from asyncopd.learner.commits import Commits
 from asyncopd.learner.load import load_learner, open_accelerator
 from asyncopd.learner.loop import LearnerLoop, Owner
 from asyncopd.learner.pace import Pace
@@ -272,6 +273,7 @@ class _Run:
         config, path = self.config, self.folder.path
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
+        publisher = WeightStore(path, DTYPES[config.rollout.dtype])
         held_out = HeldOutCollector(
             files=HeldOutFiles(self.folder),
             tracking=tracking,
@@ -297,12 +299,19 @@ class _Run:
             run_dir=path,
             ledger=ledger,
             supervisor=supervisor,
-            publisher=WeightStore(path, DTYPES[config.rollout.dtype]),
+            publisher=publisher,
+            commits=Commits(
+                self.folder.ledger_path,
+                publisher,
+                ["learner", *(spec.name for spec in specs if spec.kind == "rollout")],
+                tracer,
+                # In the pinned modes the stages wait for each other, so there is nothing to gain.
+                behind=config.lag is None,
+            ),
             tracking=tracking,
             checkpoints=CheckpointStore(path),
             stop=StopRequest(wake=wake, at_once=supervisor.kill),
             doorbell=doorbell,
-            rollout_workers=[spec.name for spec in specs if spec.kind == "rollout"],
             held_out=held_out,
             lag=config.lag or 0,
         )

@@ -18,11 +18,12 @@ from asyncopd.errors import DeadlineError
 from asyncopd.held_out import HeldOutCollector
 from asyncopd.learner.batching import balanced_shares
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
+from asyncopd.learner.commits import Commits
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
-from asyncopd.publish import WeightPublisher, Weights, take_part
+from asyncopd.publish import WeightPublisher, take_part
 from asyncopd.publish.probe import Probe, is_probed
-from asyncopd.queue.doorbell import Doorbell, ring
+from asyncopd.queue.doorbell import Doorbell
 from asyncopd.queue.ledger import Batch, BatchSample, Ledger
 from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout
 from asyncopd.stage import SLOW_POLL_S
@@ -50,11 +51,11 @@ class Owner:
     ledger: Ledger
     supervisor: Supervisor
     publisher: WeightPublisher
+    commits: Commits
     tracking: RunTracking
     checkpoints: CheckpointStore
     stop: StopRequest
     doorbell: Doorbell
-    rollout_workers: Sequence[str]
     held_out: HeldOutCollector
     lag: int
 
@@ -63,8 +64,10 @@ class Owner:
         counts, since = self.ledger.counts(), time.monotonic()
         while not self.stop.asked:
             self.supervisor.check()
+            self.commits.check()
             self.held_out.collect()
-            batch = self.ledger.lease_batch()
+            trained = self.commits.pending
+            batch = self.ledger.lease_batch() if trained is None else self.ledger.following_batch(trained)
             if batch is not None:
                 return batch
             self.doorbell.wait(SLOW_POLL_S)
@@ -77,14 +80,6 @@ class Owner:
                     f"The stages' logs are in {self.run_dir / 'logs'}"
                 )
         return None
-
-    def commit(self, batch: Batch, version: int, weights: Weights, probe: Probe | None) -> None:
-        """Weights durable first, then one transaction for batch and version; then the rollout workers wake."""
-        self.publisher.publish(version, weights, probe)
-        self.ledger.commit_step(batch, version, published=True)
-        self.ledger.check_invariant()
-        for worker in self.rollout_workers:
-            ring(self.run_dir, worker)
 
     def tidy(self, version: int, keep: int) -> None:
         """Delete checkpoints, payloads and weights that no resume can need any more."""
@@ -156,7 +151,9 @@ class LearnerLoop:
         return version
 
     def save(self, version: int) -> None:
-        """Checkpoint ``version``, unless there is one."""
+        """Checkpoint ``version``, unless there is one; nothing is left to commit then."""
+        if self.owner is not None:
+            self.owner.commits.settle()
         # Every rank must come to the same answer before rank 0 changes what is on disk.
         present = version in self.checkpoints.versions()
         self.accelerator.wait_for_everyone()
@@ -198,7 +195,7 @@ class LearnerLoop:
         else:
             published = time.monotonic()
             with self.tracer.span("publish"):
-                self.owner.commit(batch, version, self.learner.weights(), probe)
+                self.owner.commits.start(batch, version, self.learner.weights(), probe)
             values = _values(metrics, batch, version - 1, self.owner.ledger) | {
                 keys.STEP_SECONDS: step_s,
                 keys.WAIT_SECONDS: wait_s,

@@ -66,6 +66,14 @@ def materialised(weight: Tensor | LazyWeight) -> Tensor:
     return (weight.read() if isinstance(weight, LazyWeight) else weight).detach()
 
 
+def snapshot(weights: Weights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """A copy in host memory, the floating-point weights as ``dtype`` (None keeps theirs); the other ranks take part."""
+    return {
+        name: materialised(weights[name]).to("cpu", _stored(weights[name], dtype), copy=True)
+        for name in _file_order(weights, dtype)
+    }
+
+
 def take_part(weights: Weights, dtype: torch.dtype | None = None) -> None:
     """What the other ranks do while rank 0 writes ``weights`` with the same ``dtype``; nothing unless sharded."""
     for name in _file_order(weights, dtype):

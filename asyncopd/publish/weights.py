@@ -22,6 +22,10 @@ from asyncopd.storage import sync_file
 class WeightPublisher(Protocol):
     """Makes policy versions available to the rollout pool."""
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating-point weights are stored as; None keeps theirs."""
+
     def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path:
         """Make ``version`` durable and visible; returns the folder that an engine loads. Idempotent."""
 

@@ -47,6 +47,20 @@ def lease_batch(connection: sqlite3.Connection, plan: LedgerPlan) -> Batch | Non
     return _leased_batch(connection, plan)
 
 
+def following_batch(connection: sqlite3.Connection, plan: LedgerPlan, before: Batch) -> Batch | None:
+    """What ``lease_batch`` will give once ``before``, the leased batch, is trained; None where that may change."""
+    if plan.overtakes or plan.lag is not None:
+        return None
+    found = connection.execute(
+        "SELECT state FROM samples WHERE state < 6 AND ordinal > ? ORDER BY ordinal LIMIT ?",
+        (before.samples[-1].ordinal, plan.batch_size),
+    ).fetchall()
+    if len(found) < plan.batch_size or any(state != State.SCORED for (state,) in found):
+        return None
+    where = "state < 6 AND ordinal > ?"
+    return _batch(connection, plan, where, (before.samples[-1].ordinal,), limit=plan.batch_size)
+
+
 def release_batch(connection: sqlite3.Connection) -> int:
     """LEASED -> SCORED; how many samples."""
     return connection.execute("UPDATE samples SET state = 4 WHERE state = 5 AND state < 6").rowcount
@@ -160,12 +174,14 @@ def _leased_batch(connection: sqlite3.Connection, plan: LedgerPlan) -> Batch:
     return _batch(connection, plan, "state = 5 AND state < 6", ())
 
 
-def _batch(connection: sqlite3.Connection, plan: LedgerPlan, where: str, values: tuple[int, ...]) -> Batch:
+def _batch(
+    connection: sqlite3.Connection, plan: LedgerPlan, where: str, values: tuple[int, ...], limit: int = -1
+) -> Batch:
     found = connection.execute(
         "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rolled_at, rollout_path,"
         " rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes"
-        f" FROM samples WHERE {where} ORDER BY ordinal",
-        values,
+        f" FROM samples WHERE {where} ORDER BY ordinal LIMIT ?",
+        (*values, limit),
     )
     samples = [
         BatchSample(

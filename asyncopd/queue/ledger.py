@@ -203,6 +203,15 @@ class Ledger:
         with transaction(self._connection, self._path) as connection:
             return batches.lease_batch(connection, self._plan)
 
+    def following_batch(self, before: Batch) -> Batch | None:
+        """The batch that ``lease_batch`` will return once ``before``, the leased one, is committed; leases nothing.
+
+        None while a sample of it is not scored, and always in the pinned modes and under a policy that overtakes, where
+        it is only known then. In strict order nothing can come between.
+        """
+        with self.reading() as connection:
+            return batches.following_batch(connection, self._plan, before)
+
     def release_batch(self) -> None:
         """Put the leased batch back among the scored samples."""
         with transaction(self._connection, self._path) as connection:

@@ -26,7 +26,8 @@ Per optimizer step, at the version that the step produced:
     staleness/mean, staleness/max    of the samples trained in this step (a sample is as old as its oldest token)
     staleness/<where>/<age>          number of the step's samples by their age in optimizer steps: what they aged
                                      in_flight (first token to last), in_queue (from then on), and in all (training)
-    queue/<STATE>                    samples in each live state of the ledger, after the step
+    queue/<STATE>                    samples in each live state of the ledger, after the step; its own are LEASED
+                                     while its weights are being written
     restarts                         workers started again so far, since the run was started or resumed
     length_bias                      mean length of the answers trained over that of all generated, minus 1
 Per evaluation:
