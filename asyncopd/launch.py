@@ -179,7 +179,7 @@ def _refuse_what_is_not_served(args: argparse.Namespace, config_file: Path) -> N
     if args.use_fsdp and (args.cpu or args.use_cpu):
         raise ConfigError(
             f"{config_file} asks for FSDP on a CPU, where accelerate silently falls back to plain data parallel; "
-            "use distributed_type: 'NO'"
+            "use distributed_type: 'NO', and --learner.sharding fsdp2 to spread the student over the processes"
         )
 
 

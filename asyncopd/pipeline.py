@@ -120,6 +120,11 @@ class _Run:
         checks = self._check()
         start = self._start_version(resume_version)
         learner = load_learner(config, checks, self.accelerator)
+        if learner.sharded and self.callbacks.evaluate is not None:
+            raise ConfigError(
+                "callbacks.evaluate reads the whole student, which learner.sharding fsdp2 spreads over the processes; "
+                "evaluate the published weights of the run folder, or set learner.sharding to none"
+            )
         trackers = CheckpointStore(folder.path).load(start, learner) if start else {}
         name = "learner" if self.main else f"learner-{self.accelerator.process_index}"
         tracer = self.cleanup.enter_context(Tracer(folder.path, name))

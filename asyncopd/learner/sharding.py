@@ -56,7 +56,7 @@ def body_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def _sharded(module: nn.Module, accelerator: Accelerator) -> nn.Module:
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    reshard = _reshard_after_forward(accelerator)
+    reshard = reshard_after_forward(accelerator)
     for layer in body_layers(module.model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     # The root's weights would be gathered again at once for the backward, so they stay.
@@ -71,7 +71,7 @@ def _sharded(module: nn.Module, accelerator: Accelerator) -> nn.Module:
     return module
 
 
-def _reshard_after_forward(accelerator: Accelerator) -> bool:
+def reshard_after_forward(accelerator: Accelerator) -> bool:
     """Whether a layer's weights are let go between forward and backward: yes, unless an accelerate FSDP config says no.
 
     ConfigError for what such a config asks for and is not served.

@@ -4,16 +4,18 @@ import copy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from asyncopd.errors import ConfigError
-from asyncopd.learner import optimizers
+from asyncopd.learner import optimizers, sharding
 from asyncopd.learner.adapters import LoraConfig, write_adapters
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.learner.student import prepare_student
@@ -82,6 +84,40 @@ def test_recomputing_activations_changes_no_weight(model: str) -> None:
     assert told_again[1]["grad_norm"] == pytest.approx(told[1]["grad_norm"], rel=1e-12)
     for name, weight in kept.student.state_dict().items():
         torch.testing.assert_close(recomputed.student.state_dict()[name], weight, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version: 2"),
+        ({"cpu_offload": True}, "fsdp_offload_params: false"),
+        ({"activation_checkpointing": True}, "gradient_checkpointing true"),
+        ({"reshard_after_forward": False}, ""),
+    ],
+)
+def test_an_fsdp_config_is_read_as_far_as_it_is_served(options: dict[str, object], remedy: str) -> None:
+    plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **options})
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2
+    )
+    if remedy:
+        with pytest.raises(ConfigError, match=remedy):
+            sharding.reshard_after_forward(accelerator)
+    else:
+        assert sharding.reshard_after_forward(accelerator) is False
+
+
+def test_parameters_that_were_not_sharded_are_an_error_and_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, **_: module)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape: None)
+    monkeypatch.setattr(sharding, "register_fsdp_forward_method", lambda module, name: None)
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.MULTI_CPU, num_processes=2, device=torch.device("cpu")
+    )
+    module = torch.nn.Module()
+    module.model = make_tiny_llama()
+    with pytest.raises(ConfigError, match=r"fsdp2, but 2. parameters were not sharded"):
+        sharding.distributed(module, "fsdp2", accelerator)
 
 
 @pytest.mark.parametrize("end", ["embeddings", "head"])
