@@ -24,13 +24,29 @@ from teacher_cache.record import Origin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """The rows of several tensors as one, read from where they are: scores of a whole vocabulary are not copied."""
+
+    parts: tuple[Tensor, ...]
+    device: torch.device
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(sum(len(part) for part in self.parts))
+        found, before = [], 0
+        for part in self.parts:
+            found.append(part[max(start - before, 0) : max(stop - before, 0)])
+            before += len(part)
+        return torch.cat(found).to(self.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CandidateBlock:
     """One candidate set of all tokens of a micro-batch; ``ids_TC`` None is the whole vocabulary in order."""
 
     origin: Origin
     ids_TC: Tensor | None
-    log_q_TC: Tensor
-    log_w_TC: Tensor
+    log_q_TC: Tensor | Rows
+    log_w_TC: Tensor | Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -210,14 +226,23 @@ def _block(
     samples: Sequence[ScoredRollout], origin: Origin, valid: list[Tensor], device: torch.device
 ) -> CandidateBlock:
     sets = [s.record.of_origin(origin) for s in samples]
-    dense = sets[0].design == "full"
     scores = [s.log_q_TC for s in sets if s.log_q_TC is not None]
+    weights = [s.log_w_TC for s in sets]
+    if sets[0].design == "full":
+        return CandidateBlock(
+            origin=origin, ids_TC=None, log_q_TC=_rows(scores, valid, device), log_w_TC=_rows(weights, valid, device)
+        )
     return CandidateBlock(
         origin=origin,
-        ids_TC=None if dense else _joined([s.ids_TC for s in sets], valid).long().to(device),
+        ids_TC=_joined([s.ids_TC for s in sets], valid).long().to(device),
         log_q_TC=_joined(scores, valid).to(device),
-        log_w_TC=_joined([s.log_w_TC for s in sets], valid).to(device),
+        log_w_TC=_joined(weights, valid).to(device),
     )
+
+
+def _rows(tensors: Sequence[Tensor], valid: Sequence[Tensor], device: torch.device) -> Rows:
+    kept = (tensor if bool(keep_T.all()) else tensor[keep_T] for tensor, keep_T in zip(tensors, valid, strict=True))
+    return Rows(parts=tuple(kept), device=device)
 
 
 def _joined(tensors: Sequence[Tensor], valid: Sequence[Tensor]) -> Tensor:

@@ -68,8 +68,8 @@ class HeadShape:
         kept = self.compute_dtype.itemsize * (1 if self.softcap is None else 2)
         # Float32 copies of logits, probabilities and gradient: of one block on a CPU, of the chunk elsewhere.
         copies = 0 if device.type == "cpu" else 3
-        # A pointwise divergence and its gradient hold about ten tensors of the size of their input.
-        copies += 10 if dense else 0
+        # Scores, weights and what a pointwise divergence and its gradient hold are about twelve tensors of that size.
+        copies += 12 if dense else 0
         row = self.vocabulary * (kept + copies * self.sum_dtype.itemsize)
         return min(max(1, self.chunk_bytes // row), LARGEST_CHUNK)
 

@@ -1,7 +1,7 @@
 """Time and memory of the fused head beside the dense path and beside a chunked function that recomputes.
 
     python -m tests.benchmarks.head --json      # the whole matrix; --quick, --hidden, --vocab, --k, --dtype choose
-    python -m tests.benchmarks.head --threads 1
+    python -m tests.benchmarks.head --threads 2
 
 Every method gets the same float32 hidden states and head weight (a step under bf16 autocast holds them so) and computes
 the same loss, the weighted Bregman reverse KL at K candidates, forward and backward:
@@ -12,18 +12,17 @@ chunked   an autograd function that goes through the tokens in chunks, keeps not
           chunk again in backward; of several chunk sizes the fastest
 
 Times are medians of repeats that take the methods in turn, in one process, with freed memory kept for all alike
-(``asyncopd.allocator``). Memory is the growth of the resident set of a process of its own in one forward and backward,
+(``asyncopd.allocator``): CPU seconds on one thread, which a busy machine blurs less, wall time on more. Memory is the growth of the resident set of a process of its own in one forward and backward,
 less what every method must have: both gradients and, in bf16, the bf16 copies of hidden states and weight.
 """
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import product
@@ -33,12 +32,12 @@ from torch import Tensor
 
 from asyncopd.allocator import keep_freed_memory
 from asyncopd.learner.head import HeadShape, fused_loss
+from tests.resident_memory import forget_peak, peak_mib, resident_mib
 
 TOKENS, HIDDENS, VOCABULARIES, KS = 2048, (576, 2048), (49_152, 151_936), (1, 8, 64)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHUNKS = (256, 512, 1024)
-"""Tokens of a chunk of the recomputing function."""
-METHODS = ("fused", "dense", *(f"chunked_{chunk}" for chunk in CHUNKS))
+"""Tokens of a chunk of the recomputing function; of about equal speed, the larger taking more memory."""
 MIB = 2**20
 
 
@@ -156,16 +155,16 @@ def loss_of(method: str) -> Callable[[Inputs], Tensor]:
     return {"fused": fused, "dense": dense}[method]
 
 
-def seconds(case: Case, methods: tuple[str, ...], repeats: int) -> dict[str, float]:
-    """Median wall time of forward and backward of each method."""
+def seconds(case: Case, methods: Sequence[str], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Median time of forward and backward of each method."""
     inputs = make_inputs(case)
     times: dict[str, list[float]] = {method: [] for method in methods}
     for repeat in range(repeats):
         for method in methods if repeat % 2 == 0 else methods[::-1]:
             inputs.hidden.grad = inputs.weight.grad = None
-            started = time.perf_counter()
+            started = clock()
             loss_of(method)(inputs).backward()
-            times[method].append(time.perf_counter() - started)
+            times[method].append(clock() - started)
     return {method: statistics.median(found) for method, found in times.items()}
 
 
@@ -173,11 +172,11 @@ def extra_mib(case: Case, method: str) -> float:
     """Peak growth of this process in one forward and backward, less both gradients and bf16 copies, MiB."""
     loss_of(method)(make_inputs(Case(tokens=8, hidden=16, vocab=64, k=1, dtype=case.dtype))).backward()
     inputs = make_inputs(case)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_mib()
+    forget_peak()
     loss_of(method)(inputs).backward()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     each = 4 if case.dtype == "fp32" else 4 + 2
-    return (peak - before) / 1024 - each * (inputs.hidden.numel() + inputs.weight.numel()) / MIB
+    return peak_mib() - before - each * (inputs.hidden.numel() + inputs.weight.numel()) / MIB
 
 
 def in_process(request: dict[str, object]) -> object:
@@ -198,16 +197,17 @@ def child(request: dict) -> object:  # type: ignore[type-arg]
     if "method" in request:
         return extra_mib(case, request["method"])
     keep_freed_memory()
-    # Where the products of a shape are compiled, that is not measured.
-    seconds(Case(tokens=64, hidden=case.hidden, vocab=1024, k=case.k, dtype=case.dtype), METHODS, 1)
-    return seconds(case, METHODS, request["repeats"])
+    methods, clock = request["methods"], time.process_time if request["threads"] == 1 else time.perf_counter
+    # What is done once a process is not measured.
+    seconds(Case(tokens=64, hidden=case.hidden, vocab=1024, k=case.k, dtype=case.dtype), methods, 1, clock)
+    return seconds(case, methods, request["repeats"], clock)
 
 
-def measure(case: Case, threads: int, repeats: int) -> dict[str, object]:
+def measure(case: Case, methods: Sequence[str], threads: int, repeats: int) -> dict[str, object]:
     """One row."""
     asked = {"case": asdict(case), "threads": threads}
-    times = in_process(asked | {"repeats": repeats})
-    memory = {method: in_process(asked | {"method": method}) for method in METHODS}
+    times = in_process(asked | {"repeats": repeats, "methods": methods})
+    memory = {method: in_process(asked | {"method": method}) for method in methods}
     assert isinstance(times, dict)
     peers = {method: found for method, found in times.items() if method != "fused"}
     best = min(peers, key=peers.__getitem__)
@@ -238,16 +238,18 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--k", type=int, nargs="+", default=KS)
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=tuple(DTYPES))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--chunk", type=int, nargs="+", default=CHUNKS)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(options.child)))
         return
+    methods = ("fused", "dense", *(f"chunked_{chunk}" for chunk in options.chunk))
     rows = []
     for case in cases(options):
-        rows.append(measure(case, options.threads, options.repeats))
+        rows.append(measure(case, methods, options.threads, options.repeats))
         if not options.json:
             print(json.dumps(rows[-1]), flush=True)
     # Liger's kernels are Triton's and need a GPU; TRL computes this loss inside its trainer only.

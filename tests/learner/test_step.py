@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from asyncopd.errors import ConfigError
-from asyncopd.learner.batching import MicroBatch, balanced_shares, collate, plan_micro_batches, split_to
+from asyncopd.learner.batching import MicroBatch, Rows, balanced_shares, collate, plan_micro_batches, split_to
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.module import StudentModule
 from asyncopd.learner.packing import packs
@@ -129,6 +129,45 @@ def test_a_token_is_read_from_the_state_before_it() -> None:
                 logits_V = model(torch.tensor([sequence[:place]])).logits[0, -1, :VOCABULARY]
             naive.append(logits_V.log_softmax(-1)[sequence[place]])
     torch.testing.assert_close(own_T, torch.stack(naive), atol=1e-10, rtol=1e-10)
+
+
+def _with_whole_vocabulary(sample: ScoredRollout) -> ScoredRollout:
+    """The sample scored by the ``full`` design."""
+    length = len(sample.rollout.response_ids_T)
+    scores_TV = torch.randn(length, VOCABULARY, generator=torch.Generator().manual_seed(length)).log_softmax(-1)
+    everything = CandidateSet(
+        origin="teacher",
+        design="full",
+        temperature=1.0,
+        version=None,
+        ids_TC=torch.arange(VOCABULARY, dtype=torch.int32).expand(length, -1),
+        log_w_TC=torch.zeros(length, VOCABULARY),
+        log_q_TC=scores_TV,
+    )
+    return ScoredRollout(rollout=sample.rollout, record=replace(sample.record, sets=(everything,)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_whole_vocabulary_is_trained_from_the_records_scores_without_a_copy(packed: bool) -> None:
+    samples = [_with_whole_vocabulary(sample) for sample in SAMPLES]
+    model = make_tiny_llama(1, layers=2).double()
+    # Three tokens a chunk, so that chunks cross from one record into the next.
+    shape = HeadShape(vocabulary=VOCABULARY, compute_dtype=torch.float64, chunk_bytes=VOCABULARY * 8 * 13 * 3)
+    module = StudentModule(model, build_objective(ObjectiveConfig(name="reverse_kl", design="full")), shape)
+    micro = collate(samples, version=0, origins=["teacher"], pad_id=0, device=torch.device("cpu"), packed=packed)
+    (block,) = micro.blocks
+    assert isinstance(block.log_q_TC, Rows)
+    for part, sample in zip(block.log_q_TC.parts, samples, strict=True):
+        assert part is sample.record.sets[0].log_q_TC
+    divergence_T = module(micro, torch.ones(len(micro.state_T), dtype=torch.float64)).metrics["divergence"]
+    exact = []
+    for sample in samples:
+        sequence = torch.tensor([*sample.rollout.prompt_ids, *sample.rollout.response_ids_T.tolist()])
+        logits_LV = model(sequence[None]).logits[0, len(sample.rollout.prompt_ids) - 1 : -1, :VOCABULARY]
+        log_p_TV, log_q_TV = logits_LV.log_softmax(-1), sample.record.sets[0].log_q_TC.double()
+        exact.append((log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1).detach())
+    # The scores are float32, whose sum over the vocabulary is one to 1e-6 only.
+    torch.testing.assert_close(divergence_T, torch.cat(exact), atol=1e-5, rtol=1e-5)
 
 
 def _masked(sample: ScoredRollout, positions: list[int]) -> ScoredRollout:
