@@ -12,8 +12,9 @@ chunked   an autograd function that goes through the tokens in chunks, keeps not
           chunk again in backward; of several chunk sizes the fastest
 
 Times are medians of repeats that take the methods in turn, in one process, with freed memory kept for all alike
-(``asyncopd.allocator``): CPU seconds on one thread, which a busy machine blurs less, wall time on more. Memory is the growth of the resident set of a process of its own in one forward and backward,
-less what every method must have: both gradients and, in bf16, the bf16 copies of hidden states and weight.
+(``asyncopd.allocator``): CPU seconds on one thread, which a busy machine blurs less, wall time on more. Memory is the
+growth of the resident set of a process of its own in one forward and backward, less what every method must have: both
+gradients and, in bf16, the bf16 copies of hidden states and weight.
 """
 
 import argparse
