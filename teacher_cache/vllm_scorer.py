@@ -130,7 +130,9 @@ class VllmModel:
                 disable_log_stats=True,
             )
         except (ValueError, RuntimeError) as error:
-            raise ScoringError(f"vLLM cannot run {model}: {error}") from error
+            raise ScoringError(
+                f"vLLM cannot run {model} (memory is vllm.kv_cache_gb on a CPU, vllm.memory_fraction on GPUs): {error}"
+            ) from error
         finally:
             torch.set_num_threads = set_num_threads
         self.vocabulary = vocabulary
