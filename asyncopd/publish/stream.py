@@ -58,7 +58,7 @@ def lazily(tensor: Tensor) -> Tensor | LazyWeight:
     """The tensor itself, or what gathers it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return LazyWeight(shape=tensor.shape, dtype=tensor.dtype, read=tensor.detach().full_tensor, collective=True)
+    return LazyWeight(shape=tensor.shape, dtype=tensor.dtype, read=tensor.full_tensor, collective=True)
 
 
 def materialised(weight: Tensor | LazyWeight) -> Tensor:

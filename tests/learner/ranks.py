@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,6 +43,13 @@ def open_accelerator(config: LearnerConfig) -> Accelerator:
     """As a run opens it."""
     AcceleratorState._reset_state()
     return Accelerator(cpu=True, mixed_precision="bf16" if config.dtype == "bf16" else "no")
+
+
+def shard_by_config(accelerator: Accelerator) -> None:
+    """The state in which an accelerate config with FSDP2 leaves the accelerator on GPUs; on a CPU it is ignored."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def make_learner(accelerator: Accelerator, model: str = "tied", config: LearnerConfig = CONFIG) -> Learner:
@@ -93,6 +101,7 @@ def whole_run(folder: Path, accelerator: Accelerator, model: str, config: Learne
     metrics += train(learner, SAVED, STEPS)
     publish(learner, folder, STEPS)
     metrics[-1]["probe"] = float(learner.logprobs(range(1, 12)).mean())
+    metrics[-1]["sharded"] = float(learner.sharded)
     metrics[-1]["candidates"] = float(candidate_logprobs(learner).mean())
     return metrics
 
@@ -122,8 +131,10 @@ RUNS = {
     "fsdp2_bf16": ("tied", replace(CONFIG, sharding="fsdp2", dtype="bf16")),
     "replicated": ("tied", CONFIG),
     "replicated_bf16": ("tied", replace(CONFIG, dtype="bf16")),
+    # The last, since the changed state stays.
+    "configured": ("tied", CONFIG),
 }
-"""Runs by name: the student and the configuration."""
+"""Runs by name: the student and the configuration. ``configured`` is sharded by an accelerate config."""
 
 
 def start_ranks(ranks: int, folder: Path) -> None:
@@ -143,6 +154,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name, (model, config) in RUNS.items():
         accelerator = open_accelerator(config)
+        if name == "configured":
+            shard_by_config(accelerator)
         assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
         whole = whole_run(folder / name, accelerator, model, config)
         resumed = resumed_run(folder / f"{name}_resumed", folder / "alone" / name, accelerator, model, config)

@@ -51,6 +51,12 @@ def test_two_processes_end_with_the_weights_of_one(folder: Path, name: str) -> N
     assert_same(folder / name, folder / "alone" / name, 1e-10)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_are_spread_where_it_was_asked_for_and_nowhere_else(folder: Path, name: str) -> None:
+    two, one = (torch.load(run / f"{name}.pt")["whole"][-1] for run in (folder, folder / "alone"))
+    assert (two["sharded"], one["sharded"]) == (float(not name.startswith("replicated")), 0)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_logprobs_without_gradient_are_those_of_one_process(folder: Path, name: str) -> None:
     two, one = (torch.load(run / f"{name}.pt")["whole"][-1] for run in (folder, folder / "alone"))
