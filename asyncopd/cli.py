@@ -58,7 +58,7 @@ class LedgerView:
     """The run folder, runs/<name>."""
 
 
-_USAGE = """usage: asyncopd {launch,train,sweep,status,report,ledger,replay,offline,audit} ...
+_USAGE = """usage: asyncopd {launch,train,sweep,status,report,ledger,replay,offline,sft,audit} ...
 
   launch [options] recipe.py [recipe options]   start a recipe; Ctrl-C stops it with a checkpoint
   train CONFIG                                  run a resolved configuration again
@@ -68,6 +68,7 @@ _USAGE = """usage: asyncopd {launch,train,sweep,status,report,ledger,replay,offl
   ledger {show,verify} RUN                      look into the sample queue of a run; check it in full
   replay RUN [--objective.name ...]             train a recorded run again, offline, with another objective
   offline SCORED --student MODEL                train on answers that `teacher-cache score` has scored
+  sft --data.prompts DATA --student MODEL       train on the answers of a data set, before a distillation
   audit [LOSS] [--json]                         check losses by exact enumeration
 
 `asyncopd COMMAND --help` says more.
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ledger": _ledger,
         "replay": _replay,
         "offline": _offline,
+        "sft": _sft,
         "audit": _audit,
     }
     if not words or words[0] not in commands:
@@ -120,6 +122,12 @@ def _sweep(words: list[str]) -> int:
     from asyncopd.sweep.cli import sweep_main
 
     return sweep_main(words)
+
+
+def _sft(words: list[str]) -> int:
+    from asyncopd.sft import sft_main
+
+    return sft_main(words)
 
 
 def _status(words: list[str]) -> int:

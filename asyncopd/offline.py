@@ -6,19 +6,26 @@ batches, one a step ──> learner ──> metrics, report, final student
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
 from asyncopd.config import RunConfig, plain
 from asyncopd.final_student import write_final_student
 from asyncopd.interface import RunResult
 from asyncopd.learner.load import load_learner, open_accelerator
-from asyncopd.preflight import Preflight
-from asyncopd.run_folder import RunFolder
+from asyncopd.objectives import build_objective
+from asyncopd.preflight import Preflight, generation_config, outline
+from asyncopd.prompts import PromptSet
+from asyncopd.run_folder import RunFolder, TokenIds
+from asyncopd.tokenizers_match import SharedVocabulary, eos_ids, require_head
 from asyncopd.tracking.chrome_trace import write_chrome_trace
 from asyncopd.tracking.report import write_report
 from asyncopd.tracking.run_facts import RunFacts
 from asyncopd.tracking.summary import write_summary
 from asyncopd.tracking.trace import RUN, RUN_END, Tracer
 from asyncopd.tracking.trackers import open_tracking
-from asyncopd.types import ScoredRollout
+from asyncopd.types import NO_VERSION, Rollout, ScoredRollout
 
 LOG = logging.getLogger(__name__)
 Batch = tuple[Sequence[ScoredRollout], Mapping[str, float]]
@@ -72,3 +79,35 @@ def train_offline(
     write_chrome_trace(folder.path)
     write_report(folder.path)
     return RunResult(path=folder.path, policy_version=steps, stopped=False, summary=summary, final=folder.final_path)
+
+
+def student_checks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Preflight:
+    """What a run's preflight finds out about the student, without teacher and prompts."""
+    student = outline(config.student, "student")
+    generation = generation_config(config.student, student)
+    vocabulary = SharedVocabulary(size=len(tokenizer), eos_ids=eos_ids(tokenizer, generation))
+    require_head(student.get_text_config(decoder=True).vocab_size, vocabulary, "student")
+    pad = tokenizer.pad_token_id
+    return Preflight(
+        tokenizer=tokenizer,
+        generation=generation,
+        # Any pad id will do: padding is masked by length.
+        ids=TokenIds(vocabulary=vocabulary.size, eos_ids=vocabulary.eos_ids, pad_id=pad if pad is not None else 0),
+        objective=build_objective(config.objective),
+        prompts=PromptSet(prompts=(), held_out=(), skipped=()),
+    )
+
+
+def unsampled(uid: str, prompt_ids: tuple[int, ...], response_ids_T: Tensor, ids: TokenIds) -> Rollout:
+    """An answer that no student sampled; ``response_ids_T`` is int32 [T]."""
+    length = len(response_ids_T)
+    ended = length > 0 and int(response_ids_T[-1]) in ids.eos_ids
+    return Rollout(
+        uid=uid,
+        prompt_ids=prompt_ids,
+        response_ids_T=response_ids_T,
+        versions_T=torch.full((length,), NO_VERSION, dtype=torch.int32),
+        log_b_T=torch.full((length,), torch.nan),
+        finish="eos" if ended else "length",
+        candidates=None,
+    )

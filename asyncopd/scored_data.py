@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -23,21 +22,17 @@ from asyncopd.errors import ConfigError
 from asyncopd.interface import RunResult
 from asyncopd.learner.step import LearnerConfig
 from asyncopd.objectives import ObjectiveConfig, build_objective
-from asyncopd.offline import Batch, train_offline
-from asyncopd.preflight import Preflight, generation_config, outline
-from asyncopd.prompts import DataConfig, PromptSet
+from asyncopd.offline import Batch, student_checks, train_offline, unsampled
+from asyncopd.preflight import Preflight, outline
+from asyncopd.prompts import DataConfig
 from asyncopd.queue.order import permuted
 from asyncopd.queue.plan import QueueConfig
-from asyncopd.run_folder import TokenIds
 from asyncopd.scoring import TeacherConfig
-from asyncopd.tokenizers_match import SharedVocabulary, eos_ids, require_head
 from asyncopd.tracking.trackers import TrackingConfig
-from asyncopd.types import NO_VERSION, Rollout, ScoredRollout
+from asyncopd.types import ScoredRollout
 from teacher_cache.errors import TeacherCacheError
 from teacher_cache.identity import Expectation, identify_tokenizer
-from teacher_cache.record import TeacherRecord
 from teacher_cache.scored_set import ScoredFacts, ScoredSet
-from teacher_cache.scorer import ScoreRequest
 
 LOG = logging.getLogger(__name__)
 
@@ -117,7 +112,13 @@ def offline(options: Offline) -> RunResult:
                 for turn in taken
             ]
             try:
-                return [_sample(request, record, checks.ids) for request, record in scored.read(chosen)], {}
+                return [
+                    ScoredRollout(
+                        rollout=unsampled(request.uid, request.prompt_ids, request.response_ids_T, checks.ids),
+                        record=record,
+                    )
+                    for request, record in scored.read(chosen)
+                ], {}
             except TeacherCacheError as error:
                 raise ConfigError(str(error)) from error
 
@@ -179,28 +180,11 @@ def _run_config(options: Offline, facts: ScoredFacts) -> RunConfig:
 
 def _checks(config: RunConfig, facts: ScoredFacts) -> Preflight:
     """What a run's preflight finds out, without prompts."""
-    student = outline(config.student, "student")
     tokenizer = AutoTokenizer.from_pretrained(config.student)
-    mine = identify_tokenizer(tokenizer)
-    differs = Expectation(tokenizer=mine).differences(facts.teacher)
+    differs = Expectation(tokenizer=identify_tokenizer(tokenizer)).differences(facts.teacher)
     if differs:
         raise ConfigError(f"the data set was scored for another tokenizer than the student's: {'; '.join(differs)}")
-    generation = generation_config(config.student, student)
-    vocabulary = SharedVocabulary(size=mine.vocabulary, eos_ids=eos_ids(tokenizer, generation))
-    require_head(student.get_text_config(decoder=True).vocab_size, vocabulary, "student")
-    pad = tokenizer.pad_token_id
-    ids = TokenIds(
-        vocabulary=vocabulary.size,
-        eos_ids=vocabulary.eos_ids,
-        pad_id=pad if pad is not None else 0,
-    )
-    return Preflight(
-        tokenizer=tokenizer,
-        generation=generation,
-        ids=ids,
-        objective=build_objective(config.objective),
-        prompts=PromptSet(prompts=(), held_out=(), skipped=()),
-    )
+    return student_checks(config, tokenizer)
 
 
 def _fitting(scored: ScoredSet, student: Path) -> list[int]:
@@ -221,19 +205,3 @@ def _fitting(scored: ScoredSet, student: Path) -> list[int]:
             context,
         )
     return fitting
-
-
-def _sample(request: ScoreRequest, record: TeacherRecord, ids: TokenIds) -> ScoredRollout:
-    """An answer that no student sampled."""
-    length = len(request.response_ids_T)
-    ended = length > 0 and int(request.response_ids_T[-1]) in ids.eos_ids
-    rollout = Rollout(
-        uid=request.uid,
-        prompt_ids=request.prompt_ids,
-        response_ids_T=request.response_ids_T,
-        versions_T=torch.full((length,), NO_VERSION, dtype=torch.int32),
-        log_b_T=torch.full((length,), torch.nan),
-        finish="eos" if ended else "length",
-        candidates=None,
-    )
-    return ScoredRollout(rollout=rollout, record=record)
