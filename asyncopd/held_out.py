@@ -89,7 +89,8 @@ class HeldOutWorker:
             if not due:
                 return False
             self._version = due[0]
-        cores = _every_core() if self.stage.ledger.finished else nullcontext()
+        alone = self.stage.ledger.finished and not self.folder.config().teacher.threads
+        cores = _every_core() if alone else nullcontext()
         with cores, self.stage.tracer.span("evaluate", version=self._version):
             self._slice()
         return True
@@ -150,7 +151,7 @@ class HeldOutCollector:
 
 @contextmanager
 def _every_core() -> Iterator[None]:
-    """After the last step no other stage works any more."""
+    """After the last step no other stage works any more, so this one takes all, unless ``teacher.threads`` is set."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:

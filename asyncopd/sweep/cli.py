@@ -28,7 +28,7 @@ class SweepOptions:
     jobs: int = 0
     """Runs side by side; 0: what the file says, or one for each core."""
     out: Path | None = None
-    """Folder of the table; by default the sweep's runs_dir."""
+    """Folder of the table; by default the sweep's runs_dir, and no table where only a part is run."""
     retry: bool = False
     """Run those again that failed before."""
     table: bool = False
@@ -66,8 +66,8 @@ def sweep_main(words: list[str]) -> int:
         if outcome.stopped:
             console.out("stopped; the same command goes on")
             return 1
-    if not asked.only:
-        for path in write_table(sweep, asked.out or sweep.runs[0].config.runs_dir):
+    if not asked.only or asked.out is not None:
+        for path in write_table(chosen, asked.out or chosen.runs[0].config.runs_dir):
             console.out(str(path))
     return 1 if failed else 0
 
