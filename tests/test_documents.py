@@ -14,11 +14,12 @@ import asyncopd.pipeline
 from asyncopd import RunConfig
 from asyncopd.objectives.divergences.divergence import linear_part
 from asyncopd.queue.selection import QueueRow
+from teacher_cache.causal_scorer import CausalModel
 from teacher_cache.designs import Draw
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = """
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from asyncopd.types import Rollout, RolloutRequest
+from teacher_cache.logit_rows import LogitRows
 from teacher_cache.noise import Noise
 from teacher_cache.record import Origin
 """
@@ -50,6 +52,12 @@ def test_the_guides_divergence_is_the_one_it_names(guide: dict[str, Any]) -> Non
 def test_the_guides_design_draws_what_it_says(guide: dict[str, Any]) -> None:
     draw = guide["FirstK"](3).draw(torch.randn(2, 9).log_softmax(-1), None, None)
     assert draw.ids_TC.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_the_guides_model_has_what_a_causal_model_must_have(guide: dict[str, Any]) -> None:
+    shown = guide["MyModel"]
+    wanted = {name for name in vars(CausalModel) if not name.startswith("_")}
+    assert wanted == {*shown.__annotations__, *(name for name in vars(shown) if not name.startswith("_"))}
 
 
 def test_the_guides_policy_takes_the_shortest_that_are_ready(guide: dict[str, Any]) -> None:
