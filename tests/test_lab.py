@@ -60,7 +60,7 @@ def test_the_shipped_models_are_small() -> None:
 
 def test_every_sweep_of_the_lab_can_be_run() -> None:
     counts = {path.stem: len(read_sweep(path).runs) for path in (LAB / "sweeps").glob("*.yaml")}
-    assert counts.keys() == {"directions", "corrections", "designs", "past", "throughput"}
+    assert counts.keys() == {"directions", "corrections", "designs", "past", "throughput", "rates"}
     assert all(count >= 9 for count in counts.values())
 
 
@@ -92,5 +92,5 @@ def test_the_smoke_form_of_the_lab_runs_every_sweep() -> None:
     command = [sys.executable, str(LAB / "run_lab.py"), "--smoke"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert told.returncode == 0, told.stderr
-    assert told.stdout.count(" 0 failed") == 5, told.stdout
+    assert told.stdout.count(" 0 failed") == 6, told.stdout
     assert "ended with" not in told.stdout

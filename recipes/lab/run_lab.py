@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 LAB = Path(__file__).parent
 ROOT = LAB.parent.parent
-SWEEPS = ("directions", "corrections", "designs", "past", "throughput")
+SWEEPS = ("rates", "directions", "corrections", "designs", "past", "throughput")
 NOTEBOOKS = (
     "02_kl_direction_under_staleness",
     "03_corrections_under_staleness",
@@ -50,7 +50,7 @@ def main() -> int:
     if asked.smoke:
         with tempfile.TemporaryDirectory() as folder:
             for name in SWEEPS:
-                only = [] if name == "designs" else ["mode=sync"]
+                only = [] if name in ("rates", "designs") else ["mode=sync"]
                 sweep(name, "seed=0", *only, "--out", folder, "--set", "steps=2", f"runs_dir={folder}")
     else:
         for name in SWEEPS:
