@@ -1,5 +1,6 @@
 # make demo    sets everything up, then distils SmolLM2-135M-Instruct into a smaller student, asynchronously
 # make test    sets everything up, then passes the tests
+# make lab     runs the staleness lab again: its sweeps, the tables in docs/results, the notebooks (docs/findings.md)
 #
 #   PYTHON=python3.11          the Python that makes the virtual environment (3.11 or newer)
 #   VENV=.venv                 where it is made
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 SOURCES := asyncopd teacher_cache recipes tests
 
-.PHONY: help demo test test-slow test-vllm check format clean
+.PHONY: help demo lab lab-smoke test test-slow test-vllm check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +28,12 @@ help:
 
 demo: $(STAMP)
 	$(VENV)/bin/asyncopd launch recipes/smollm2_laptop.py
+
+lab: $(STAMP)
+	$(PY) recipes/lab/run_lab.py
+
+lab-smoke: $(STAMP)
+	$(PY) recipes/lab/run_lab.py --smoke
 
 test: $(STAMP)
 	$(PY) -m pytest -m "not slow and not vllm" $(PYTEST_ARGS)
