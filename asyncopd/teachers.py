@@ -68,6 +68,13 @@ def check_loadable(config: RunConfig) -> None:
     """ConfigError where a teacher that is loaded here cannot be run as the configuration says; loads nothing."""
     if config.teacher.scorer == "scripted":
         return
+    rollout = {core for group in config.rollout.vllm.core_groups for core in group}
+    shared = rollout & config.teacher.vllm.core_set
+    if shared and (config.rollout.engine, config.teacher.scorer) == ("vllm", "vllm"):
+        raise ConfigError(
+            f"rollout.vllm.cores and teacher.vllm.cores both name {sorted(shared)}; two engines on one core wait for "
+            "each other: give each its own"
+        )
     for name, source in config.teacher.sources.items():
         if isinstance(source, Path):
             try:

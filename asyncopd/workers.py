@@ -33,7 +33,9 @@ def worker_specs(config: RunConfig) -> list[WorkerSpec]:
         WorkerSpec(kind="rollout", index=index, threads=len(groups[index]) or rollout_threads, devices=devices[index])
         for index in range(config.rollout.workers)
     ]
-    return [*rollouts, WorkerSpec(kind="scorer", index=0, threads=teacher_threads, devices=config.teacher.devices)]
+    bound = len(config.teacher.vllm.core_set) if config.teacher.scorer == "vllm" else 0
+    scorer = WorkerSpec(kind="scorer", index=0, threads=bound or teacher_threads, devices=config.teacher.devices)
+    return [*rollouts, scorer]
 
 
 def learner_devices() -> list[str]:

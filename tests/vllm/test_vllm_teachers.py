@@ -14,9 +14,16 @@ import pytest
 import torch
 
 from asyncopd import pipeline
+from asyncopd.config import RunConfig
+from asyncopd.errors import ConfigError
 from asyncopd.objectives import ObjectiveConfig
 from asyncopd.queue.ledger import Ledger
+from asyncopd.rollout.pool import RolloutConfig
+from asyncopd.rollout.vllm_config import VllmEngineConfig
+from asyncopd.scoring import TeacherConfig
+from asyncopd.teachers import check_loadable
 from asyncopd.tracking.metrics import read_metrics
+from asyncopd.workers import worker_specs
 from teacher_cache.client import ClientConfig
 from teacher_cache.identity import Expectation
 from teacher_cache.prompt_logprobs_scorer import PromptLogprobsScorer
@@ -59,6 +66,18 @@ def test_a_run_taught_by_vllm_has_the_losses_of_one_taught_by_transformers(
         with Ledger.open(result.path / "ledger.sqlite") as ledger:
             assert ledger.verify() == []
     assert found["vllm"] == pytest.approx(found["transformers"], abs=1e-4)
+
+
+def test_engines_that_would_share_a_core_are_refused_and_others_get_a_thread_for_each_of_theirs() -> None:
+    config = RunConfig(
+        teacher=TeacherConfig(scorer="vllm", vllm=VllmScorerConfig(cores="1-2")),
+        rollout=RolloutConfig(engine="vllm", vllm=VllmEngineConfig(cores="0,2")),
+    )
+    with pytest.raises(ConfigError, match=r"both name \[2\]"):
+        check_loadable(config)
+    assert [(spec.kind, spec.threads) for spec in worker_specs(config)] == [("rollout", 2), ("scorer", 2)]
+    with pytest.raises(ConfigError, match=r"teacher\.devices.*as many GPUs"):
+        TeacherConfig(scorer="vllm", devices="0,1")
 
 
 @pytest.fixture(scope="module")
