@@ -17,6 +17,7 @@ from asyncopd.objectives import ObjectiveConfig
 from asyncopd.queue.ledger import Ledger
 from asyncopd.scoring import TeacherConfig
 from asyncopd.tracking.metrics import read_metrics
+from teacher_cache import vllm_scorer
 from teacher_cache.errors import ScoringError
 from teacher_cache.local_teacher import LocalTeacherConfig
 from teacher_cache.record import TeacherRecord
@@ -193,3 +194,12 @@ def test_a_run_learns_from_a_stock_servers_likeliest_tokens(
         result = pipeline.run(replace(config, objective=objective))
     assert len(losses(result)) == 2
     assert all(loss > 0 for loss in losses(result))
+
+
+def test_a_run_that_wants_vllm_where_there_is_none_is_told_how_to_install_it(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_scorer, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"teacher 'default': .*not installed: pip install 'asyncopd\[vllm\]'"):
+        pipeline.run(with_teacher(tiny_config(tmp_path, *models), scorer="vllm"))
+    assert not (tmp_path / "runs" / "tiny").exists()
