@@ -13,6 +13,7 @@ from asyncopd.interface import Inputs
 from asyncopd.objectives import Objective, build_objective
 from asyncopd.prompts import PromptSet, load_prompts
 from asyncopd.proposal import check_proposal
+from asyncopd.rollout.mixed_engine import TeacherFraction, check_fraction
 from asyncopd.rollout.vllm_config import check_placement
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import DEFAULT
@@ -68,6 +69,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     )
     objective = build_objective(config.objective)
     check_proposal(config.teacher.proposal, objective)
+    _check_teacher_fraction(config, objective)
     contexts = [_context(student), _context(teacher), *_other_teachers(config, tokenizer)]
     if rollout.engine == "vllm" and rollout.vllm.max_context:
         contexts.append(rollout.vllm.max_context)
@@ -92,6 +94,15 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         ids=ids,
         objective=objective,
         prompts=prompts,
+    )
+
+
+def _check_teacher_fraction(config: RunConfig, objective: Objective) -> None:
+    check_fraction(
+        TeacherFraction.parse(config.rollout.teacher_fraction),
+        objective,
+        teachers=len(config.teacher.sources),
+        loadable=config.teacher.weights_are_here,
     )
 
 

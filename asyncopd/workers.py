@@ -13,6 +13,7 @@ from asyncopd.prompts import read_prompts
 from asyncopd.proposal import ProposalPass
 from asyncopd.publish import WeightStore
 from asyncopd.rollout.engine import RolloutEngine
+from asyncopd.rollout.mixed_engine import MixedEngine, TeacherFraction
 from asyncopd.rollout.pool import RolloutWorker
 from asyncopd.rollout.scripted_engine import ScriptedEngine
 from asyncopd.rollout.transformers_engine import TransformersEngine
@@ -68,12 +69,31 @@ def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Rollo
         os.sched_setaffinity(0, groups[int(stage.name.rpartition("-")[2])])
     return RolloutWorker(
         stage=stage,
-        engine=ENGINES[config.rollout.engine](config, folder.token_ids()),
+        engine=_engine(config, folder.token_ids()),
         weights=WeightStore(folder.path),
         prompts={prompt.index: prompt for prompt in read_prompts(folder.prompts_path)},
         config=config.rollout,
         pinned=config.lag is not None,
     )
+
+
+def _engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+    """What generates: the student's engine, and where the teacher writes some answers one for it too."""
+    student = ENGINES[config.rollout.engine](config, ids)
+    fraction = TeacherFraction.parse(config.rollout.teacher_fraction)
+    if fraction.never:
+        return student
+    teacher = TransformersEngine(
+        config.teacher.model,
+        vocabulary=ids.vocabulary,
+        eos_token_ids=ids.eos_ids,
+        sampling=config.rollout.sampling,
+        run_seed=config.seed,
+        dtype=DTYPES[config.teacher.dtype],
+        device=device(),
+        version=0,
+    )
+    return MixedEngine(student, teacher, fraction, run_seed=config.seed)
 
 
 def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> ScoringWorker:

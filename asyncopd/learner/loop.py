@@ -240,11 +240,15 @@ def _values(metrics: Mapping[str, float], batch: Batch, version: int, ledger: Le
 
 
 def batch_ages(batch: Batch, version: int) -> dict[str, float]:
-    """Staleness of the samples of a batch that is trained at ``version``, under the names of ``tracking.keys``."""
-    ages = [version - sample.oldest_version for sample in batch.samples]
+    """Staleness of the samples of a batch that is trained at ``version``, under the names of ``tracking.keys``.
+
+    Those that no student wrote have none.
+    """
+    born = [(sample.oldest_version, sample.rolled_at) for sample in batch.samples if sample.oldest_version is not None]
+    ages = [version - oldest for oldest, _ in born]
     aged = {
-        "in_flight": [sample.rolled_at - sample.oldest_version for sample in batch.samples],
-        "in_queue": [version - sample.rolled_at for sample in batch.samples],
+        "in_flight": [rolled - oldest for oldest, rolled in born],
+        "in_queue": [version - rolled for _, rolled in born],
         "training": ages,
     }
     values = {
@@ -252,4 +256,7 @@ def batch_ages(batch: Batch, version: int) -> dict[str, float]:
         for place, places_ages in aged.items()
         for age, count in Counter(places_ages).items()
     }
+    values[keys.UNSAMPLED] = (len(batch.samples) - len(born)) / len(batch.samples)
+    if not ages:
+        return values
     return {**values, keys.STALENESS_MEAN: sum(ages) / len(ages), keys.STALENESS_MAX: max(ages)}

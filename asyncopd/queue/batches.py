@@ -79,10 +79,11 @@ def commit_step(connection: sqlite3.Connection, plan: LedgerPlan, batch: Batch, 
             f"step {version} commits {len(batch.samples)} samples that are not the {len(rows)} leased ones; "
             "expected the batch that lease_batch returned last"
         )
-    staleness = [old - oldest for _, oldest, _ in rows]
-    if max(staleness) > plan.max_staleness:
+    staleness = [old - oldest for _, oldest, _ in rows if oldest is not None]
+    oldest_age = max(staleness, default=0)
+    if oldest_age > plan.max_staleness:
         raise LedgerError(
-            f"step {version} would train a sample of staleness {max(staleness)}; expected at most {plan.max_staleness}"
+            f"step {version} would train a sample of staleness {oldest_age}; expected at most {plan.max_staleness}"
         )
     now = time.time()
     connection.execute(
@@ -101,7 +102,7 @@ def commit_step(connection: sqlite3.Connection, plan: LedgerPlan, batch: Batch, 
     own = (len(rows), trained, dropped, dropped_tokens)
     connection.execute(
         "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (version, now, len(rows), sum(staleness), max(staleness), trained, dropped, dropped_tokens)
+        (version, now, len(rows), sum(staleness), oldest_age, trained, dropped, dropped_tokens)
         + tuple(total + part for total, part in zip(totals, own, strict=True)),
     )
     connection.execute("UPDATE run SET policy_version = ?", (version,))
@@ -118,7 +119,7 @@ def publish(connection: sqlite3.Connection, version: int) -> None:
 
 
 def _select(connection: sqlite3.Connection, plan: LedgerPlan) -> list[int] | None:
-    policy = POLICIES[plan.selection]
+    policy, version = POLICIES[plan.selection], policy_version(connection)
     reach = policy.reach(plan.batch_size, plan.window_batches)
     found = connection.execute(
         "SELECT ordinal, state, slot, oldest_version, tokens, disagreement, scored_s FROM samples"
@@ -130,7 +131,8 @@ def _select(connection: sqlite3.Connection, plan: LedgerPlan) -> list[int] | Non
             ordinal=ordinal,
             ready=state == State.SCORED,
             prompt=slot // plan.samples_per_prompt,
-            oldest_version=oldest,
+            # What no student wrote never grows old.
+            oldest_version=version if oldest is None and state == State.SCORED else oldest,
             tokens=tokens,
             disagreement=disagreement,
             scored_at=scored,

@@ -72,8 +72,8 @@ def put_rollout(
     payload: PayloadRef,
     *,
     tokens: int,
-    oldest_version: int,
-    newest_version: int,
+    oldest_version: int | None,
+    newest_version: int | None,
     finish: str,
 ) -> None:
     """ROLLING -> ROLLED; nothing if this token already put it; StaleLeaseError under a dead token."""
@@ -81,7 +81,8 @@ def put_rollout(
     if row is None:
         return
     ordinal, floor, exact = row
-    _check_versions(uid, oldest_version, newest_version, floor, exact)
+    if oldest_version is not None and newest_version is not None:
+        _check_versions(uid, oldest_version, newest_version, floor, exact)
     connection.execute(
         "UPDATE samples SET state = 2, rolled_by = token, rollout_path = ?, rollout_checksum = ?, rollout_bytes = ?,"
         " tokens = ?, oldest_version = ?, newest_version = ?, finish = ?, rolled_s = ?,"

@@ -125,13 +125,14 @@ class Ledger:
         uid: str,
         payload: PayloadRef,
         tokens: int,
-        oldest_version: int,
-        newest_version: int,
+        oldest_version: int | None,
+        newest_version: int | None,
         finish: str,
     ) -> None:
         """A sample is generated; ``payload`` is on disk already. Putting it again under the same token is nothing.
 
-        oldest_version, newest_version  policy versions of its oldest and newest token
+        oldest_version, newest_version  policy versions of its oldest and newest token; None where no student wrote it,
+                                        which has no staleness
 
         StaleLeaseError under a dead token; LedgerError if a version is not what the lease demanded.
         """

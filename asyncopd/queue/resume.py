@@ -128,7 +128,10 @@ def _still_valid(plan: LedgerPlan, version: int, trained_at: int, row: _Live) ->
 
     Samples that live again in front of it may have pushed it back. A policy that overtakes drops what is too old.
     """
-    if row.oldest_version is None or row.newest_version is None or row.newest_version > version:
+    if row.oldest_version is None or row.newest_version is None:
+        # No student wrote it: it belongs to every timeline and never grows old.
+        return True
+    if row.newest_version > version:
         return False
     return plan.overtakes or trained_at - row.oldest_version <= plan.max_staleness
 

@@ -78,7 +78,7 @@ class Lease:
 class BatchSample:
     """One sample of a batch; lengths in tokens.
 
-    oldest_version  policy version of its oldest token
+    oldest_version  policy version of its oldest token; None where no student wrote it
     rolled_at       policy version when its answer was finished: it aged ``rolled_at - oldest_version`` in flight
     """
 
@@ -87,7 +87,7 @@ class BatchSample:
     prompt_index: int
     tokens: int
     valid_tokens: int
-    oldest_version: int
+    oldest_version: int | None
     rolled_at: int
     rollout: PayloadRef
     record: PayloadRef

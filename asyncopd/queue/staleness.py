@@ -16,7 +16,7 @@ def read_staleness(connection: sqlite3.Connection) -> Staleness:
     ).fetchall()
     in_queue = connection.execute(
         "SELECT (SELECT policy_version FROM run) - oldest_version AS age, count(*) FROM samples"
-        " WHERE state BETWEEN 2 AND 5 AND state < 6 GROUP BY age ORDER BY age"
+        " WHERE state BETWEEN 2 AND 5 AND state < 6 AND oldest_version IS NOT NULL GROUP BY age ORDER BY age"
     ).fetchall()
     steps = connection.execute(
         "SELECT version, samples, staleness_sum, staleness_max, trained_tokens, dropped, dropped_tokens"

@@ -14,10 +14,11 @@ from asyncopd.publish import WeightPublisher
 from asyncopd.queue.ledger import Lease
 from asyncopd.queue.payloads import write_rollout
 from asyncopd.rollout.engine import RolloutEngine
+from asyncopd.rollout.mixed_engine import TeacherFraction
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.vllm_config import VllmEngineConfig
 from asyncopd.stage import Stage
-from asyncopd.types import Prompt, Rollout, RolloutRequest
+from asyncopd.types import NO_VERSION, Prompt, Rollout, RolloutRequest
 
 ENGINES = ("transformers", "vllm", "scripted")
 _SPAN_S = 1.0
@@ -40,6 +41,9 @@ class RolloutConfig:
     """In async mode a worker takes new prompts once this many slots are free."""
     samples_per_prompt: int = 1
     """Answers to each prompt."""
+    teacher_fraction: str = "0"
+    """Share of the answers that the teacher writes, which each rollout worker then loads too: ``0.5``, or a schedule
+    over optimizer steps such as ``0.5->0 over 100``. Needs an objective of teacher-drawn candidates."""
     weights: str = "keep"
     """New weights arrive between decode steps (``keep``: later tokens carry the new version, over the state that older
     weights left), when nothing is in flight (``drain``), or between decode steps with the state computed anew
@@ -70,6 +74,7 @@ class RolloutConfig:
         for name, value in (("workers", self.workers), ("slots", self.slots), ("refill", self.refill)):
             if value < 1:
                 raise ConfigError(f"rollout.{name} is {value}; expected at least 1")
+        TeacherFraction.parse(self.teacher_fraction)
         if self.refill > self.slots:
             raise ConfigError(f"rollout.refill is {self.refill}, more than rollout.slots ({self.slots}); lower refill")
         if self.samples_per_prompt < 1:
@@ -216,14 +221,15 @@ class RolloutWorker:
         payload = write_rollout(self.stage.run_dir, rollout)
         token = self._tokens.pop(rollout.uid)
         versions = rollout.versions_T
+        by_student = bool((versions != NO_VERSION).any())
         try:
             self.stage.ledger.put_rollout(
                 token,
                 rollout.uid,
                 payload,
                 tokens=len(versions),
-                oldest_version=int(versions.min()),
-                newest_version=int(versions.max()),
+                oldest_version=int(versions.min()) if by_student else None,
+                newest_version=int(versions.max()) if by_student else None,
                 finish=rollout.finish,
             )
         except StaleLeaseError:

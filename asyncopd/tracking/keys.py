@@ -26,6 +26,7 @@ Per optimizer step, at the version that the step produced:
     staleness/mean, staleness/max    of the samples trained in this step (a sample is as old as its oldest token)
     staleness/<where>/<age>          number of the step's samples by their age in optimizer steps: what they aged
                                      in_flight (first token to last), in_queue (from then on), and in all (training)
+    teacher_written                  share of the step's samples that no student wrote; the ages leave them out
     queue/<STATE>                    samples in each live state of the ledger, after the step; its own are LEASED
                                      while its weights are being written
     restarts                         workers started again so far, since the run was started or resumed
@@ -65,6 +66,7 @@ RESTARTS = "restarts"
 LOGPROB_GAP = "logprob_gap/staleness_0"
 ON_POLICY_TOKENS = "tokens/staleness_0"
 
+UNSAMPLED = "teacher_written"
 STALENESS_MEAN = "staleness/mean"
 STALENESS_MAX = "staleness/max"
 
