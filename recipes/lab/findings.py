@@ -123,7 +123,7 @@ def markdown(rows: list[Row], keys: Sequence[str], columns: Mapping[str, str]) -
     lines = [" | ".join(["", *keys, *columns, ""]).strip(), "|" + " --- |" * (len(keys) + len(columns))]
     found = {column: by(rows, keys, column) for column in columns}
     for key in next(iter(found.values())):
-        cells = [f"{part:g}" if isinstance(part, float) else part for part in key]
+        cells = [part if isinstance(part, str) else f"{part:g}" for part in key]
         cells += [found[column][key].text(form) for column, form in columns.items()]
         lines.append(" | ".join(["", *cells, ""]).strip())
     return "\n".join(lines)
