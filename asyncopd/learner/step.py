@@ -35,7 +35,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
-    """The optimizer, what of the student it trains, and the memory that it may take."""
+    """The optimizer, what of the student it trains, and the memory that it may take.
+
+    A mixture of experts is trained on the objective alone: no auxiliary loss of its router is added.
+    """
 
     optimizer: str = "adamw"
     """``adamw``, or ``adamw_8bit``, whose moments take a quarter of the memory (needs torchao)."""
