@@ -80,7 +80,7 @@ def train(learner: Learner, start: int, stop: int) -> list[dict[str, float]]:
     for version in range(start, stop):
         samples = SAMPLES[version:] + SAMPLES[:version]
         if ranks > 1:
-            samples = samples[:5] if rank == 0 else samples[5:]
+            samples = samples[:5] if rank == 0 else samples[4 + rank :: ranks - 1]
         metrics.append(learner.step(samples, version))
     return metrics
 
