@@ -32,7 +32,7 @@ from asyncopd.learner.step import DTYPES, Learner
 from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
 from asyncopd.publish import WeightStore, take_part
-from asyncopd.publish.probe import probe_text
+from asyncopd.publish.probe import ProbeText
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
@@ -344,7 +344,7 @@ class _Run:
             tracer=tracer,
             pace=Pace(learner, self.config.tracking.peak_tflops),
             owner=owner,
-            probe_ids=probe_text(checks.prompts.prompts[0].token_ids),
+            probe_text=ProbeText.of(checks.prompts.prompts[0].token_ids, DTYPES[self.config.rollout.dtype]),
             on_step=self.callbacks.on_step,
             on_checkpoint=self.callbacks.on_checkpoint,
             evaluate=evaluate,

@@ -14,13 +14,13 @@ from asyncopd.objectives import Objective, build_objective
 from asyncopd.prompts import PromptSet, load_prompts
 from asyncopd.proposal import check_proposal
 from asyncopd.rollout.mixed_engine import TeacherFraction, check_fraction
-from asyncopd.rollout.vllm_config import check_placement
+from asyncopd.rollout.vllm_config import check_placement, check_servers
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import DEFAULT
 from asyncopd.supervisor import check_devices
 from asyncopd.teachers import check_loadable, shake_hands
 from asyncopd.tokenizers_match import check_tokenizers, require_head
-from asyncopd.workers import learner_devices, worker_specs
+from asyncopd.workers import learner_devices, rollout_design, worker_specs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,8 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         check_placement(
             rollout.vllm, rollout.workers, rollout.devices, torch.cuda.is_available(), os.sched_getaffinity(0)
         )
+    if rollout.engine == "vllm_server":
+        check_servers(rollout.vllm, rollout.workers, rollout_design(config) is not None)
     check_devices(worker_specs(config), learner_devices())
     check_loadable(config)
     student = outline(config.student, "student")
@@ -71,7 +73,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     check_proposal(config.teacher.proposal, objective)
     _check_teacher_fraction(config, objective)
     contexts = [_context(student), _context(teacher), *_other_teachers(config, tokenizer)]
-    if rollout.engine == "vllm" and rollout.vllm.max_context:
+    if rollout.engine in ("vllm", "vllm_server") and rollout.vllm.max_context:
         contexts.append(rollout.vllm.max_context)
     context = min(contexts) - sampling.max_new_tokens
     if context < 1:

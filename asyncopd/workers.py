@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from transformers import AutoConfig
 
 from asyncopd.config import RunConfig
 from asyncopd.held_out import HeldOutFiles, HeldOutWorker
@@ -17,6 +18,7 @@ from asyncopd.rollout.mixed_engine import MixedEngine, TeacherFraction
 from asyncopd.rollout.pool import RolloutWorker
 from asyncopd.rollout.scripted_engine import ScriptedEngine
 from asyncopd.rollout.transformers_engine import TransformersEngine
+from asyncopd.rollout.vllm_server_engine import VllmServerEngine
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
@@ -64,12 +66,13 @@ def _core_groups(config: RunConfig) -> list[list[int]]:
 
 
 def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> RolloutWorker:
+    index = int(stage.name.rpartition("-")[2])
     groups = _core_groups(config)
     if groups:
-        os.sched_setaffinity(0, groups[int(stage.name.rpartition("-")[2])])
+        os.sched_setaffinity(0, groups[index])
     return RolloutWorker(
         stage=stage,
-        engine=_engine(config, folder.token_ids()),
+        engine=_engine(config, folder.token_ids(), index),
         weights=WeightStore(folder.path),
         prompts={prompt.index: prompt for prompt in read_prompts(folder.prompts_path)},
         config=config.rollout,
@@ -77,9 +80,9 @@ def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Rollo
     )
 
 
-def _engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+def _engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
     """What generates: the student's engine, and where the teacher writes some answers one for it too."""
-    student = ENGINES[config.rollout.engine](config, ids)
+    student = ENGINES[config.rollout.engine](config, ids, index)
     fraction = TeacherFraction.parse(config.rollout.teacher_fraction)
     if fraction.never:
         return student
@@ -137,38 +140,38 @@ def _proposal_pass(config: RunConfig, ids: TokenIds) -> ProposalPass:
     )
 
 
-def _rollout_design(config: RunConfig) -> str | None:
+def rollout_design(config: RunConfig) -> str | None:
     """Spec of the candidates that the engine draws; None where nobody needs any, or a later pass draws them."""
     design = build_objective(config.objective).draws.get("student")
     return None if design is None or config.teacher.proposal == "pass" else design.spec
 
 
-def _transformers_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+def _transformers_engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
     return TransformersEngine(
         config.student,
         vocabulary=ids.vocabulary,
         eos_token_ids=ids.eos_ids,
         sampling=config.rollout.sampling,
         run_seed=config.seed,
-        design=_rollout_design(config),
+        design=rollout_design(config),
         temperature=config.objective.temperature,
         dtype=DTYPES[config.rollout.dtype],
         device=device(),
     )
 
 
-def _scripted_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+def _scripted_engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
     return ScriptedEngine(
         vocabulary=ids.vocabulary,
         eos_token_ids=ids.eos_ids,
         sampling=config.rollout.sampling,
         run_seed=config.seed,
-        design=_rollout_design(config),
+        design=rollout_design(config),
         temperature=config.objective.temperature,
     )
 
 
-def _vllm_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
+def _vllm_engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
     # Here, because vLLM is optional and takes seconds to import.
     from asyncopd.rollout.vllm_engine import VllmEngine
 
@@ -178,7 +181,7 @@ def _vllm_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
         eos_token_ids=ids.eos_ids,
         sampling=config.rollout.sampling,
         run_seed=config.seed,
-        design=_rollout_design(config),
+        design=rollout_design(config),
         temperature=config.objective.temperature,
         dtype=DTYPES[config.rollout.dtype],
         slots=config.rollout.slots,
@@ -186,8 +189,27 @@ def _vllm_engine(config: RunConfig, ids: TokenIds) -> RolloutEngine:
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, TokenIds], RolloutEngine]] = {
+def _vllm_server_engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
+    options = config.rollout.vllm
+    model = AutoConfig.from_pretrained(config.student).get_text_config(decoder=True)
+    return VllmServerEngine(
+        config.student,
+        options.urls[index],
+        vocabulary=ids.vocabulary,
+        head_rows=model.vocab_size,
+        eos_token_ids=ids.eos_ids,
+        sampling=config.rollout.sampling,
+        run_seed=config.seed,
+        temperature=config.objective.temperature,
+        slots=config.rollout.slots,
+        max_context=options.max_context or model.max_position_embeddings,
+        deadline_s=options.deadline_s,
+    )
+
+
+ENGINES: dict[str, Callable[[RunConfig, TokenIds, int], RolloutEngine]] = {
     "scripted": _scripted_engine,
     "transformers": _transformers_engine,
     "vllm": _vllm_engine,
+    "vllm_server": _vllm_server_engine,
 }

@@ -22,7 +22,7 @@ from asyncopd.learner.commits import Commits
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import Learner
 from asyncopd.publish import WeightPublisher, take_part
-from asyncopd.publish.probe import Probe, is_probed
+from asyncopd.publish.probe import Probe, ProbeText, is_probed
 from asyncopd.queue.doorbell import Doorbell
 from asyncopd.queue.ledger import Batch, BatchSample, Ledger
 from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout
@@ -112,14 +112,14 @@ class LearnerLoop:
         tracer: Tracer,
         pace: Pace,
         owner: Owner | None,
-        probe_ids: Sequence[int],
+        probe_text: ProbeText,
         on_step: Callable[[int, Mapping[str, float]], None] | None = None,
         on_checkpoint: Callable[[int, Path], None] | None = None,
         evaluate: Callable[[int], None] | None = None,
     ) -> None:
         """``evaluate`` is the caller's own, on rank 0 after each step; it decides itself whether a version is due.
 
-        probe_ids   a text by which engines are checked after an update
+        probe_text   by which engines are checked after an update
         """
         self.learner = learner
         self.accelerator = accelerator
@@ -129,7 +129,7 @@ class LearnerLoop:
         self.tracer = tracer
         self.pace = pace
         self.owner = owner
-        self.probe_ids = probe_ids
+        self.probe_text = probe_text
         self.updates = 0
         self.on_step = on_step
         self.on_checkpoint = on_checkpoint
@@ -215,7 +215,9 @@ class LearnerLoop:
         self.updates += 1
         if not is_probed(self.updates):
             return None
-        return Probe(tuple(self.probe_ids), tuple(self.learner.logprobs(self.probe_ids).tolist()))
+        text = self.probe_text
+        log_p_T = self.learner.published_logprobs(text.ids, text.dtype)
+        return None if log_p_T is None else Probe(text.ids, tuple(log_p_T.tolist()))
 
 
 def read_samples(run_dir: Path, samples: Sequence[BatchSample]) -> list[ScoredRollout]:

@@ -24,6 +24,7 @@ from asyncopd.learner.update_size import UpdateSize
 from asyncopd.objectives import Objective, StepContext, by_staleness
 from asyncopd.objectives.reduction import token_scales
 from asyncopd.publish import Weights, whole
+from asyncopd.publish.stream import local
 from asyncopd.types import NO_VERSION, ScoredRollout
 
 STALENESS = "staleness"
@@ -145,11 +146,26 @@ class Learner:
         return merged_weights(self.student)
 
     @torch.no_grad()
-    def logprobs(self, ids: Sequence[int]) -> Tensor:
-        """Logprobs (nats, float32 [len(ids) - 1]) of each token after the first, at temperature 1.
+    def published_logprobs(self, ids: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Logprobs (nats, float32 [len(ids) - 1]) of each token after the first, under the weights as ``dtype`` holds
+        them: bf16 swallows most of a small update, so they are another model than the one that is trained.
 
-        In float32 over the real vocabulary, under the current weights; under FSDP2 every rank must ask.
+        In float32, at temperature 1, over the real vocabulary. Under FSDP2 every rank must ask. None where adapters
+        are merged before they are rounded.
         """
+        if dtype != torch.float32 and self.config.lora.rank:
+            return None
+        weights = [local(parameter) for parameter in self.module.parameters()]
+        kept = [weight.to("cpu", copy=True) for weight in weights] if dtype != torch.float32 else []
+        for weight in weights if kept else ():
+            weight.copy_(weight.to(dtype))
+        try:
+            return self._logprobs_of(ids)
+        finally:
+            for weight, values in zip(weights, kept, strict=False):
+                weight.copy_(values)
+
+    def _logprobs_of(self, ids: Sequence[int]) -> Tensor:
         self.module.eval()
         root = self.module if isinstance(self.module, FSDPModule) else None
         if root is not None:

@@ -63,6 +63,14 @@ def is_probed(updates: int) -> bool:
     return updates <= _ALWAYS or updates & (updates - 1) == 0
 
 
-def probe_text(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """The beginning of a prompt: text that the model knows, on which rounding matters least."""
-    return tuple(prompt_ids[:TOKENS])
+@dataclass(frozen=True, slots=True)
+class ProbeText:
+    """What a run is probed with: token ids of a text, and the dtype that weights are published in."""
+
+    ids: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], dtype: torch.dtype) -> "ProbeText":
+        """The beginning of a prompt: text that the model knows, on which rounding matters least."""
+        return cls(tuple(prompt_ids[:TOKENS]), dtype)

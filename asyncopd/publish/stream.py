@@ -54,6 +54,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part of the tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def lazily(tensor: Tensor) -> Tensor | LazyWeight:
     """The tensor itself, or what gathers it."""
     if not isinstance(tensor, DTensor):

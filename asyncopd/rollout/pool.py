@@ -20,7 +20,7 @@ from asyncopd.rollout.vllm_config import VllmEngineConfig
 from asyncopd.stage import Stage
 from asyncopd.types import NO_VERSION, Prompt, Rollout, RolloutRequest
 
-ENGINES = ("transformers", "vllm", "scripted")
+ENGINES = ("transformers", "vllm", "vllm_server", "scripted")
 _SPAN_S = 1.0
 """Decode steps are traced as spans of about this many seconds."""
 _LOOK_S = 0.05
@@ -32,7 +32,8 @@ class RolloutConfig:
     """The rollout pool."""
 
     engine: str = "transformers"
-    """Engine: ``transformers``, ``vllm``, or ``scripted`` (no model; for tests and simulations)."""
+    """Engine: ``transformers``, ``vllm`` in the workers, ``vllm_server`` (rollout.vllm.urls), or ``scripted`` (no
+    model; for tests and simulations)."""
     workers: int = 1
     """Rollout processes."""
     slots: int = 16
@@ -60,7 +61,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
-    """Options of the engine ``vllm``."""
+    """Options of the engines ``vllm`` and ``vllm_server``."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

@@ -1,4 +1,4 @@
-"""Options of vLLM as the rollout engine."""
+"""Options of vLLM as the rollout engine, in the workers or behind URLs."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from asyncopd.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmEngineConfig:
-    """vLLM in the rollout workers (``rollout.engine vllm``)."""
+    """vLLM in the rollout workers (``rollout.engine vllm``), or on servers (``vllm_server``)."""
 
     tensor_parallel: int = 1
     """GPUs that one engine is spread over: as many as each group of rollout.devices names."""
@@ -25,6 +25,11 @@ class VllmEngineConfig:
     cores: str = ""
     """CPU cores of each worker, for example "0;1" or "0-3;4-7"; empty leaves placing the threads to the system."""
 
+    urls: tuple[str, ...] = ()
+    """Of ``vllm_server``: one server for each rollout worker, such as http://127.0.0.1:8000, on this machine."""
+    deadline_s: float = 600.0
+    """Of ``vllm_server``: seconds that an answer or an update may take before the server is given up."""
+
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
             raise ConfigError(f"rollout.vllm.tensor_parallel is {self.tensor_parallel}; expected at least 1")
@@ -36,6 +41,8 @@ class VllmEngineConfig:
             raise ConfigError(f"rollout.vllm.kv_cache_gb is {self.kv_cache_gb}; expected GB above 0, for example 1")
         if self.max_context < 0:
             raise ConfigError(f"rollout.vllm.max_context is {self.max_context}; expected tokens, or 0 for the model's")
+        if not self.deadline_s > 0:
+            raise ConfigError(f"rollout.vllm.deadline_s is {self.deadline_s}; expected seconds above 0")
         taken = [core for group in self.core_groups for core in group]
         if len(taken) != len(set(taken)):
             raise ConfigError(
@@ -92,6 +99,19 @@ def check_placement(config: VllmEngineConfig, workers: int, devices: str, gpus: 
     if missing:
         raise ConfigError(
             f"rollout.vllm.cores names {sorted(missing)}; this process may use {sorted(cores)}: choose among these"
+        )
+
+
+def check_servers(config: VllmEngineConfig, workers: int, draws_candidates: bool) -> None:
+    """ConfigError where there is not a server for each worker, or one would have to draw candidates."""
+    if len(config.urls) != workers:
+        raise ConfigError(
+            f"rollout.vllm.urls is {list(config.urls)}; expected one server for each of rollout.workers ({workers})"
+        )
+    if draws_candidates:
+        raise ConfigError(
+            "rollout.engine is vllm_server, which shows no logits to draw the student's candidates from: "
+            "set teacher.proposal to pass, or rollout.engine to vllm"
         )
 
 

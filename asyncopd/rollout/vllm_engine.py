@@ -107,7 +107,8 @@ class VllmEngine:
         for answer in self._answers.values():
             check_version(answer.request, version)
         check_shapes(Path(directory), self._shapes, tied_head=self._tied)
-        self._llm.collective_rpc("load_published", args=(str(directory), version))
+        self._llm.collective_rpc("load_published", args=(str(directory),))
+        self._llm.collective_rpc("set_version", args=(version,))
         self._version = version
         self._swaps += 1
 

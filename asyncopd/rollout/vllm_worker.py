@@ -112,17 +112,17 @@ class WorkerExtension:
     """Methods of vLLM's worker that the engine calls by ``collective_rpc``."""
 
     model_runner: Any
+    reload_weights: Any
 
     def take_draws(self) -> StepDraws:
         """What the step that has just run drew."""
         return self._answer_processor().take()
 
-    def load_published(self, directory: str, version: int) -> None:
+    def load_published(self, directory: str) -> None:
         """Take the weights of a published version, which must fit the model."""
         weights = load_file(Path(directory) / FILE_NAME)
-        self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        self.reload_weights(weights_iterator=iter(weights.items()))
         self._repack_heads()
-        self.set_version(version)
 
     def set_version(self, version: int) -> None:
         """The policy version that candidates drawn from now on come from."""

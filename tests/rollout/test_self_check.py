@@ -1,5 +1,6 @@
 """What stops a run, and what does not: weights that did not arrive whole, and a request that an engine refuses."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,12 @@ from asyncopd.publish.probe import is_probed
 from asyncopd.queue.ledger import Ledger
 from asyncopd.rollout import transformers_engine
 from asyncopd.rollout.engine import RolloutEngine
+from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.run_folder import TokenIds
 from asyncopd.types import RolloutRequest
-from tests.conftest import make_tiny_llama, make_tiny_qwen3, save_checkpoint
+from tests.conftest import EOS, VOCABULARY, make_tiny_llama, make_tiny_qwen3, save_checkpoint
+from tests.learner import ranks
 from tests.tiny_run import ThreadedWorkers, tiny_config
 
 
@@ -76,6 +80,27 @@ def test_half_an_update_is_found_at_the_first_version_that_moved_the_weights(
     assert len(loads) == 3
 
 
+def test_a_probe_is_of_the_weights_as_they_are_published_and_leaves_them_as_they_are() -> None:
+    learner = ranks.make_learner(ranks.open_accelerator(ranks.CONFIG), "tied", ranks.CONFIG)
+    ranks.train(learner, 0, 2)
+    before = {name: tensor.clone() for name, tensor in learner.student.state_dict().items()}
+    ids = tuple(range(10, 34))
+    found = learner.published_logprobs(ids, torch.bfloat16)
+    exact = learner.published_logprobs(ids, torch.float32)
+    published = copy.deepcopy(learner.student)
+    for parameter in published.parameters():
+        parameter.data = parameter.data.bfloat16()
+    expected = TransformersEngine(
+        published.float(), vocabulary=VOCABULARY, eos_token_ids=(EOS,), sampling=SamplingConfig(), run_seed=0
+    ).logprobs(ids)
+    assert found is not None
+    assert exact is not None
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert (found - exact).abs().mean() > 1e-3
+    for name, tensor in learner.student.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_the_first_versions_are_probed_and_then_ever_fewer() -> None:
     probed = [updates for updates in range(1, 200) if is_probed(updates)]
     assert probed == [*range(1, 9), 16, 32, 64, 128]
@@ -88,8 +113,8 @@ def test_a_sample_that_the_engine_refuses_is_quarantined_and_the_run_goes_on(
     build = workers.ENGINES["transformers"]
     refused = set()
 
-    def picky(config: RunConfig, ids: TokenIds) -> RolloutEngine:
-        engine = build(config, ids)
+    def picky(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
+        engine = build(config, ids, index)
         take = engine.submit
 
         def submit(requests: Sequence[RolloutRequest]) -> None:

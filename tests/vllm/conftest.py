@@ -1,9 +1,6 @@
-"""Engines of the vLLM tests, each started once: the start costs far more than any test.
+"""Engines of the vLLM tests, each started once: the start costs far more than any test."""
 
-They live until the process ends, because the first engine that goes takes vLLM's process groups with it.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +29,22 @@ class Pair:
     def load(self, *engines: object, directory: Path, version: int) -> None:
         for engine in engines:
             engine.load_weights(directory, version)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_live_on() -> Iterator[None]:
+    """All live until the process ends, because the first engine that goes takes vLLM's process groups with it."""
+    from asyncopd.rollout import vllm_engine
+
+    start, alive = vllm_engine._start, []
+
+    def kept(*arguments: object) -> object:
+        alive.append(start(*arguments))
+        return alive[-1]
+
+    vllm_engine._start = kept
+    yield
+    vllm_engine._start = start
 
 
 _started: dict[tuple[object, ...], Pair] = {}
