@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from teacher_cache.causal_head import logit_transform
 
-LARGEST_CHUNK = 448
+LARGEST_CHUNK = 352
 """Tokens of a chunk beyond which the products get no faster."""
 BLOCK_BYTES = 4 * 2**20
 """Float32 logits of one block on a CPU: a few tensors of this size stay in the caches."""
