@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
 from asyncopd.interface import RunResult
-from asyncopd.learner.loop import batch_ages, read_samples
+from asyncopd.learner.loop import batch_ages
+from asyncopd.learner.read_ahead import read_samples
 from asyncopd.objectives import ObjectiveConfig, build_objective
 from asyncopd.offline import Batch, train_offline
 from asyncopd.preflight import Preflight, generation_config, outline

@@ -9,7 +9,7 @@ import torch
 
 from asyncopd import pipeline
 from asyncopd.errors import ConfigError
-from asyncopd.learner.loop import read_samples
+from asyncopd.learner.read_ahead import read_samples
 from asyncopd.objectives import ObjectiveConfig, build_objective
 from asyncopd.proposal import ProposalPass, check_proposal
 from asyncopd.queue.ledger import Ledger

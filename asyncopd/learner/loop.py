@@ -16,23 +16,22 @@ from accelerate.utils import broadcast_object_list
 
 from asyncopd.errors import DeadlineError
 from asyncopd.held_out import HeldOutCollector
-from asyncopd.learner.batching import balanced_shares
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.learner.commits import Commits
 from asyncopd.learner.pace import Pace
+from asyncopd.learner.read_ahead import ReadAhead
 from asyncopd.learner.step import Learner
 from asyncopd.publish import WeightPublisher, take_part
 from asyncopd.publish.probe import Probe, ProbeText, is_probed
 from asyncopd.queue.doorbell import Doorbell
-from asyncopd.queue.ledger import Batch, BatchSample, Ledger
-from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout
+from asyncopd.queue.ledger import Batch, Ledger
+from asyncopd.queue.payloads import delete_payloads
 from asyncopd.stage import SLOW_POLL_S
 from asyncopd.stop import StopRequest
 from asyncopd.supervisor import Supervisor
 from asyncopd.tracking import keys
 from asyncopd.tracking.trace import Tracer
 from asyncopd.tracking.trackers import RunTracking
-from asyncopd.types import ScoredRollout
 
 LOG = logging.getLogger(__name__)
 STALL_S = 1800.0
@@ -135,6 +134,7 @@ class LearnerLoop:
         self.on_checkpoint = on_checkpoint
         self.evaluate = evaluate
         self.checkpoints = CheckpointStore(run_dir)
+        self.ahead = ReadAhead(run_dir, accelerator.process_index, accelerator.num_processes)
 
     def run(self, version: int) -> int:
         """Train from ``version`` on; the version reached, below ``steps`` when a stop was asked for."""
@@ -180,9 +180,7 @@ class LearnerLoop:
         """One optimizer step and its commit; the new version."""
         began = time.monotonic()
         with self.tracer.span("step", version=version + 1, samples=len(batch.samples)) as span:
-            shares = balanced_shares([sample.tokens for sample in batch.samples], self.accelerator.num_processes)
-            mine = shares[self.accelerator.process_index]
-            samples = read_samples(self.run_dir, [batch.samples[i] for i in mine])
+            samples = self.ahead.samples(batch)
             read_s = time.monotonic() - began
             metrics = self.learner.step(samples, version)
             span.add(tokens=sum(len(s.rollout.response_ids_T) for s in samples))
@@ -218,17 +216,6 @@ class LearnerLoop:
         text = self.probe_text
         log_p_T = self.learner.published_logprobs(text.ids, text.dtype)
         return None if log_p_T is None else Probe(text.ids, tuple(log_p_T.tolist()))
-
-
-def read_samples(run_dir: Path, samples: Sequence[BatchSample]) -> list[ScoredRollout]:
-    """The payloads of some samples of a batch, in their order."""
-    return [
-        ScoredRollout(
-            rollout=read_rollout(run_dir, sample.rollout, sample.uid),
-            record=read_record(run_dir, sample.record, sample.uid),
-        )
-        for sample in samples
-    ]
 
 
 def _values(metrics: Mapping[str, float], batch: Batch, version: int, ledger: Ledger) -> dict[str, float]:
