@@ -7,7 +7,7 @@ trackers. The other ranks learn of a batch by broadcast and read their own paylo
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
