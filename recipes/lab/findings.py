@@ -51,9 +51,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def table(name: str) -> list[Row]:
-    """The rows of a sweep, with the lag as a number; a run that failed or is missing has no figures."""
+    """The rows of a sweep, with the lag as a number; a run that failed has no figures, one that was not run no row."""
     steps = os.environ.get(SHORT)
     rows = read(RESULTS / f"{name}.csv") if steps is None else _short(name, int(steps))
+    rows = [row for row in rows if row["status"] != "missing"]
     for row in rows:
         row["lag"] = _lag(str(row.get("mode", "")))
     return rows
@@ -120,10 +121,11 @@ def against_lag(axis: Axes, rows: list[Row], column: str, label: str) -> None:
 
 def markdown(rows: list[Row], keys: Sequence[str], columns: Mapping[str, str]) -> str:
     """A table for reading: one line a combination of keys, ``mean ± half-width`` of each column in its format."""
-    lines = [" | ".join(["", *keys, *columns, ""]).strip(), "|" + " --- |" * (len(keys) + len(columns))]
+    lines = [" | ".join(["", *keys, *columns, "seeds", ""]).strip(), "|" + " --- |" * (len(keys) + len(columns) + 1)]
     found = {column: by(rows, keys, column) for column in columns}
     for key in next(iter(found.values())):
         cells = [part if isinstance(part, str) else f"{part:g}" for part in key]
         cells += [found[column][key].text(form) for column, form in columns.items()]
+        cells.append(str(max(found[column][key].seeds for column in columns)))
         lines.append(" | ".join(["", *cells, ""]).strip())
     return "\n".join(lines)
