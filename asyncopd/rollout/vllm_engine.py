@@ -157,7 +157,7 @@ class VllmEngine:
             self._add(uid, ids[:place], 1, {"uid": uid, "probe": ids[place]})
         found: dict[str, float] = {}
         while len(found) < len(uids):
-            found |= self._advance().probes
+            found |= self._advance()
         return torch.tensor([found[uid] for uid in uids])
 
     def _begin(self, answer: Answer) -> None:
@@ -180,8 +180,8 @@ class VllmEngine:
         except VLLMValidationError as error:
             raise RequestRefusedError(f"{uid}: vLLM refuses the request: {error}") from error
 
-    def _advance(self) -> StepDraws:
-        """One step of vLLM; the drawn tokens go to their answers."""
+    def _advance(self) -> dict[str, float]:
+        """One step of vLLM; the drawn tokens go to their answers. What the probes that ended have found, by name."""
         outputs = self._llm.step()
         drawn: StepDraws = self._llm.collective_rpc("take_draws")[0]
         row_of = {uid: row for row, uid in enumerate(drawn.uids)}
@@ -205,7 +205,9 @@ class VllmEngine:
             finish = self._sampler.finish(answer)
             if finish is not None:
                 self._ended.append(self._sampler.rollout(self._answers.pop(uid), finish))
-        return drawn
+        # A probe whose prompt is only half through has been read as well, at the wrong place.
+        ended = {output.request_id for output in outputs if output.finished}
+        return {uid: log_p for uid, log_p in drawn.probes.items() if uid in ended}
 
 
 def _start(model: str, dtype: str, slots: int, config: VllmEngineConfig, settings: dict[str, Any]) -> LLMEngine:

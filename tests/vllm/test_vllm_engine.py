@@ -168,6 +168,20 @@ def test_logprobs_of_a_text_are_those_of_transformers_and_disturb_no_answer(pair
     assert_same(advanced | drain(ours), expected)
 
 
+def test_a_probe_that_vllm_reads_in_two_parts_is_answered_at_its_end(pair: Pairs) -> None:
+    engines = pair("tied-llama", slots=64)
+    ours, theirs = engines.vllm, engines.transformers()
+    ours.load_weights(engines.a, 0)
+    text = [(17 * place) % VOCABULARY for place in range(32)]
+    # What is left of the tokens that vLLM reads at once ends in the middle of the longest probe.
+    left = ours._llm.vllm_config.scheduler_config.max_num_batched_tokens - sum(range(1, 31)) - 15
+    prompts = [tuple(range(first, first + min(100, left - first))) for first in range(0, left, 100)]
+    prompts = [tuple((place + 1) * token % VOCABULARY for token in ids) for place, ids in enumerate(prompts)]
+    ours.submit([RolloutRequest(uid=f"p{i}", prompt_ids=ids, min_version=0) for i, ids in enumerate(prompts)])
+    torch.testing.assert_close(ours.logprobs(text), theirs.logprobs(text), atol=1e-4, rtol=0)
+    drain(ours)
+
+
 def test_a_request_that_cannot_be_served_is_refused_and_the_engine_goes_on(
     pair: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
