@@ -166,12 +166,12 @@ class RolloutWorker:
         self.stage.beat()
         with self.stage.tracer.span("load_weights", version=version):
             self.engine.load_weights(self.weights.directory(version), version)
+            if self.config.weights == "abort" and self.engine.in_flight > 0:
+                self.engine.restart(keep_tokens=self.config.on_abort == "continue")
             probe = self.weights.probe(version)
             found = None if probe is None else self.engine.logprobs(probe.ids)
             if probe is not None and found is not None:
                 probe.check(found, version=version, dtype=self.config.dtype)
-            if self.config.weights == "abort" and self.engine.in_flight > 0:
-                self.engine.restart(keep_tokens=self.config.on_abort == "continue")
 
     def _submit(self, lease: Lease) -> None:
         """Hand a lease to the engine; a sample that it refuses is quarantined, the others go on."""
