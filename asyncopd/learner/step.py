@@ -212,7 +212,7 @@ class Learner:
         limit = self.config.clip if self.config.clip > 0 else float("inf")
         norm = float(whole(self.accelerator.clip_grad_norm_(self.module.parameters(), limit)))
         # The rate that this step uses, before the schedule moves on.
-        rate = self.schedule.get_last_lr()[0]
+        rate = float(self.schedule.get_last_lr()[0])
         self._update_size.before()
         self.optimizer.step()
         self.schedule.step()

@@ -1,6 +1,7 @@
 """What is done to a student before it is trained changes what it should and nothing else."""
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from asyncopd.errors import ConfigError
-from asyncopd.learner import optimizers, sharding
+from asyncopd.learner import optimizers, sharding, step
 from asyncopd.learner.adapters import LoraConfig, write_adapters
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.learner.student import prepare_student
@@ -166,6 +167,21 @@ def test_an_optimizer_whose_package_is_missing_names_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="adamw_8bit needs the package torchao"):
         LearnerConfig(optimizer="adamw_8bit")
+
+
+def test_a_learning_rate_that_an_optimizer_keeps_as_a_tensor_is_logged_as_the_number_that_was_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_tensor(
+        name: str, parameters: Iterable[torch.nn.Parameter], *, lr: float, **_: object
+    ) -> torch.optim.AdamW:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(lr))
+
+    _, expected = trained(CONFIG)
+    monkeypatch.setattr(step, "build_optimizer", with_tensor)
+    _, metrics = trained(CONFIG)
+    assert all(type(value) is float for row in metrics for value in row.values())
+    assert [row["lr"] for row in metrics] == pytest.approx([row["lr"] for row in expected])
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
