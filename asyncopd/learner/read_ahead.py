@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from asyncopd.learner.batching import balanced_shares
+from asyncopd.learner.batching import balanced_shares, unscored
 from asyncopd.queue.ledger import Batch, BatchSample, Ledger
 from asyncopd.queue.payloads import read_record, read_rollout
 from asyncopd.run_folder import RunFolder
@@ -37,6 +37,9 @@ class ReadAhead:
         late = [sample for sample in mine if sample not in ahead]
         ahead |= dict(zip(late, read_samples(self._run_dir, late), strict=True))
         self._ahead = self._thread.submit(self._read_following, batch)
+        if not mine:
+            # Dropped samples may leave fewer than there are ranks: this one goes along and trains no token.
+            return [unscored(sample) for sample in read_samples(self._run_dir, batch.samples[:1])]
         return [ahead[sample] for sample in mine]
 
     def _read_following(self, batch: Batch) -> dict[BatchSample, ScoredRollout]:

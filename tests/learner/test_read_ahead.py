@@ -82,6 +82,15 @@ def test_ranks_read_their_own_shares_and_together_the_whole_batch(driver: Driver
         driver.ledger.commit_step(batch, version, published=True)
 
 
+def test_a_rank_for_which_no_sample_is_left_goes_along_with_one_that_is_not_trained(driver: Driver) -> None:
+    batch = driver.ledger.lease_batch()
+    assert batch is not None
+    shares = [ReadAhead(driver.folder, rank, 5).samples(batch) for rank in range(5)]
+    assert [len(share) for share in shares] == [1] * 5
+    trained = [not share[0].record.log_q_T.isnan().all() for share in shares]
+    assert sorted(trained) == [False, True, True, True, True]
+
+
 def test_a_batch_that_is_too_large_for_two_is_read_when_its_turn_comes(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
