@@ -26,6 +26,7 @@ from asyncopd.offline import Batch, train_offline
 from asyncopd.preflight import Preflight, generation_config, outline
 from asyncopd.prompts import PromptSet, read_prompts
 from asyncopd.queue.ledger import Ledger
+from asyncopd.rollout.mixed_engine import TeacherFraction, check_fraction
 from asyncopd.run_folder import RunFolder, TokenIds
 
 
@@ -118,6 +119,9 @@ def replay_main(argv: Sequence[str]) -> int:
 
 def require_recorded(recorded: RunConfig, objective: ObjectiveConfig) -> None:
     """ConfigError naming what is recorded, unless the objective reads that and no more."""
+    # What the teacher wrote has no logprobs of a sampler, which no list of candidates would show.
+    fraction = TeacherFraction.parse(recorded.rollout.teacher_fraction)
+    check_fraction(fraction, build_objective(objective), teachers=1, loadable=True)
     kept = {origin: design.spec for origin, design in build_objective(recorded.objective).draws.items()}
     present = " and ".join(f"{origin}-drawn {design}" for origin, design in sorted(kept.items())) or "no candidates"
     for origin, design in sorted(build_objective(objective).draws.items()):

@@ -11,7 +11,7 @@ from asyncopd import cli, pipeline
 from asyncopd.errors import ConfigError
 from asyncopd.objectives import ObjectiveConfig
 from asyncopd.pipeline import run
-from asyncopd.replay import replay
+from asyncopd.replay import replay, require_recorded
 from asyncopd.tracking.metrics import read_metrics
 from tests.conftest import make_tiny_llama, save_checkpoint
 from tests.tiny_run import ThreadedWorkers, final_weights, tiny_config
@@ -100,6 +100,16 @@ def test_an_objective_that_needs_what_was_not_recorded_is_refused_before_anythin
     with pytest.raises(ConfigError, match=remedy):
         replay(recorded, objective)
     assert sorted(recorded.parent.iterdir()) == before
+
+
+def test_an_objective_that_reads_the_sampler_is_refused_where_the_teacher_wrote_answers(tmp_path: Path) -> None:
+    drawn = ObjectiveConfig(name="forward_kl", design="systematic(8)")
+    config = tiny_config(tmp_path, tmp_path, tmp_path, objective=drawn)
+    mixed = replace(config, rollout=replace(config.rollout, teacher_fraction="0.5->0 over 4"))
+    require_recorded(config, ObjectiveConfig(name="pg_cached"))
+    require_recorded(mixed, drawn)
+    with pytest.raises(ConfigError, match="teacher_fraction is set and pg_cached"):
+        require_recorded(mixed, ObjectiveConfig(name="pg_cached"))
 
 
 def test_a_run_that_was_not_recorded_cannot_be_replayed(recorded: Path, tmp_path: Path) -> None:
