@@ -132,7 +132,7 @@ class _Run:
             # Rank 0 decides when to stop and tells the others with the next batch; a second Ctrl-C ends every rank.
             with StopRequest():
                 if start not in WeightStore(folder.path).versions():
-                    take_part(learner.weights())
+                    take_part(learner.weights(), DTYPES[config.rollout.dtype])
                 version = self._loop(checks, learner, tracer, None).run(start)
                 self.accelerator.wait_for_everyone()
                 if version == config.steps:
@@ -279,6 +279,16 @@ class _Run:
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
         publisher = WeightStore(path, DTYPES[config.rollout.dtype])
+        commits = Commits(
+            self.folder.ledger_path,
+            publisher,
+            ["learner", *(spec.name for spec in specs if spec.kind == "rollout")],
+            tracer,
+            # In the pinned modes the stages wait for each other, so there is nothing to gain.
+            behind=config.lag is None,
+        )
+        # Before the folder is unlocked: nothing of a run that failed may be written into the one that resumes it.
+        self.cleanup.callback(commits.close)
         held_out = HeldOutCollector(
             files=HeldOutFiles(self.folder),
             tracking=tracking,
@@ -305,14 +315,7 @@ class _Run:
             ledger=ledger,
             supervisor=supervisor,
             publisher=publisher,
-            commits=Commits(
-                self.folder.ledger_path,
-                publisher,
-                ["learner", *(spec.name for spec in specs if spec.kind == "rollout")],
-                tracer,
-                # In the pinned modes the stages wait for each other, so there is nothing to gain.
-                behind=config.lag is None,
-            ),
+            commits=commits,
             tracking=tracking,
             checkpoints=CheckpointStore(path),
             stop=StopRequest(wake=wake, at_once=supervisor.kill),
@@ -344,7 +347,9 @@ class _Run:
             tracer=tracer,
             pace=Pace(learner, self.config.tracking.peak_tflops),
             owner=owner,
-            probe_text=ProbeText.of(checks.prompts.prompts[0].token_ids, DTYPES[self.config.rollout.dtype]),
+            probe_text=ProbeText.of(
+                (prompt.token_ids for prompt in checks.prompts.prompts), DTYPES[self.config.rollout.dtype]
+            ),
             on_step=self.callbacks.on_step,
             on_checkpoint=self.callbacks.on_checkpoint,
             evaluate=evaluate,

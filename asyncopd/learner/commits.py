@@ -51,6 +51,11 @@ class Commits:
         if pending is not None:
             pending.result()
 
+    def close(self) -> None:
+        """Wait until nothing is written to the run folder any more, whatever became of what is pending."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def start(self, batch: Batch, version: int, weights: Weights, probe: Probe | None = None) -> None:
         """Commit ``batch`` and ``version``; ``weights`` may change once this returns, and the ranks have taken part."""
         self.settle()
@@ -70,6 +75,5 @@ class Commits:
                 # A batch that was trained ahead of its lease is leased now; the commit makes sure that it is this one.
                 ledger.lease_batch()
                 ledger.commit_step(batch, version, published=True)
-                ledger.check_invariant()
         for name in self._wakes:
             ring(self._ledger_path.parent, name)

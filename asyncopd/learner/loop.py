@@ -22,7 +22,7 @@ from asyncopd.learner.pace import Pace
 from asyncopd.learner.read_ahead import ReadAhead
 from asyncopd.learner.step import Learner
 from asyncopd.publish import WeightPublisher, take_part
-from asyncopd.publish.probe import Probe, ProbeText, is_probed
+from asyncopd.publish.probe import Probe, ProbeText
 from asyncopd.queue.doorbell import Doorbell
 from asyncopd.queue.ledger import Batch, Ledger
 from asyncopd.queue.payloads import delete_payloads
@@ -189,7 +189,7 @@ class LearnerLoop:
         version += 1
         probe = self._probe()
         if self.owner is None:
-            take_part(self.learner.weights())
+            take_part(self.learner.weights(), self.probe_text.dtype)
         else:
             published = time.monotonic()
             with self.tracer.span("publish"):
@@ -211,9 +211,9 @@ class LearnerLoop:
     def _probe(self) -> Probe | None:
         """The probe that goes with the update just made; on every rank, because a sharded student needs them all."""
         self.updates += 1
-        if not is_probed(self.updates):
-            return None
         text = self.probe_text
+        if not text.due(self.updates):
+            return None
         log_p_T = self.learner.published_logprobs(text.ids, text.dtype)
         return None if log_p_T is None else Probe(text.ids, tuple(log_p_T.tolist()))
 

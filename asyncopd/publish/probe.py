@@ -6,7 +6,7 @@ rounding, so later versions are probed too, ever more rarely: what was left behi
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +58,6 @@ class Probe:
             )
 
 
-def is_probed(updates: int) -> bool:
-    """Whether the version after so many updates of a run carries a probe: the first few, then the powers of two."""
-    return updates <= _ALWAYS or updates & (updates - 1) == 0
-
-
 @dataclass(frozen=True, slots=True)
 class ProbeText:
     """What a run is probed with: token ids of a text, and the dtype that weights are published in."""
@@ -71,6 +66,14 @@ class ProbeText:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], dtype: torch.dtype) -> "ProbeText":
-        """The beginning of a prompt: text that the model knows, on which rounding matters least."""
-        return cls(tuple(prompt_ids[:TOKENS]), dtype)
+    def of(cls, prompts: Iterable[Sequence[int]], dtype: torch.dtype) -> "ProbeText":
+        """The beginning of the first prompt that is long enough, or the longest: text that the model knows, on which
+        rounding matters least."""
+        return cls(max((tuple(prompt_ids[:TOKENS]) for prompt_ids in prompts), key=len), dtype)
+
+    def due(self, updates: int) -> bool:
+        """Whether the version after so many updates carries a probe: the first few, then the powers of two.
+
+        None does where the text is one token, which has no logprob.
+        """
+        return len(self.ids) > 1 and (updates <= _ALWAYS or updates & (updates - 1) == 0)

@@ -1,7 +1,8 @@
 """A step is written and committed while the learner is at the next one, and nothing is lost or reordered by it."""
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from asyncopd import pipeline
 from asyncopd.errors import CheckpointError, LedgerError
 from asyncopd.evaluation import EvaluationConfig
+from asyncopd.interface import Callbacks
 from asyncopd.learner.checkpoint import CheckpointConfig
 from asyncopd.learner.commits import Commits
 from asyncopd.learner.step import Learner
@@ -186,3 +188,31 @@ def test_weights_that_cannot_be_written_fail_the_run_and_commit_nothing(
         run(config)
     with Ledger.open(tmp_path / "runs" / "tiny" / "ledger.sqlite") as ledger:
         assert ledger.policy_version == 1
+
+
+def test_a_run_that_fails_has_written_everything_before_its_folder_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, written = threading.Event(), threading.Event()
+    publish = WeightStore.publish
+
+    def late(self: WeightStore, version: int, weights: Weights, probe: Probe | None = None) -> Path:
+        if version == 1:
+            assert failed.wait(WAIT_S)
+            # The time that the failing run needs to come to its end.
+            time.sleep(0.5)
+        path = publish(self, version, weights, probe)
+        if version == 1:
+            written.set()
+        return path
+
+    def fail(version: int, values: Mapping[str, float]) -> None:
+        failed.set()
+        raise ArithmeticError("of the caller")
+
+    monkeypatch.setattr(WeightStore, "publish", late)
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = tiny_config(tmp_path, *_models(tmp_path), mode="async", evaluation=EvaluationConfig(prompts=0))
+    with pytest.raises(ArithmeticError):
+        run(config, callbacks=Callbacks(on_step=fail))
+    assert written.is_set()

@@ -14,7 +14,7 @@ from asyncopd.config import RunConfig
 from asyncopd.errors import RequestRefusedError, WeightsMismatchError, WorkerDiedError
 from asyncopd.learner.step import Learner
 from asyncopd.pipeline import run
-from asyncopd.publish.probe import is_probed
+from asyncopd.publish.probe import TOKENS, ProbeText
 from asyncopd.queue.ledger import Ledger
 from asyncopd.rollout import transformers_engine
 from asyncopd.rollout.engine import RolloutEngine
@@ -102,8 +102,15 @@ def test_a_probe_is_of_the_weights_as_they_are_published_and_leaves_them_as_they
 
 
 def test_the_first_versions_are_probed_and_then_ever_fewer() -> None:
-    probed = [updates for updates in range(1, 200) if is_probed(updates)]
+    text = ProbeText.of([(5, 6)], torch.float32)
+    probed = [updates for updates in range(1, 200) if text.due(updates)]
     assert probed == [*range(1, 9), 16, 32, 64, 128]
+
+
+def test_a_probe_is_of_a_prompt_with_enough_tokens_and_one_token_is_no_probe() -> None:
+    assert ProbeText.of([(5,), (6, 7, 8), (9, 10, 11)], torch.float32).ids == (6, 7, 8)
+    assert len(ProbeText.of([(5,), tuple(range(100))], torch.float32).ids) == TOKENS
+    assert not ProbeText.of([(5,)], torch.float32).due(1)
 
 
 @pytest.mark.usefixtures("threads")
