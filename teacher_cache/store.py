@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 
 from filelock import FileLock
 
-from teacher_cache.bundle import PackedRecord
+from teacher_cache.bundle import MOST_RECORDS, PackedRecord
 from teacher_cache.errors import StoreError
 from teacher_cache.shard_index import DamagedIndexError, ShardIndex
 from teacher_cache.shards import PART, SUFFIX, DamagedShardError, read_shard, shard_path, write_shard
@@ -258,7 +258,7 @@ def _shard_sized(records: Mapping[bytes, PackedRecord]) -> Iterator[dict[bytes, 
     part: dict[bytes, PackedRecord] = {}
     size = 0
     for key, record in records.items():
-        if part and size + record.nbytes > SHARD_BYTES:
+        if part and (size + record.nbytes > SHARD_BYTES or len(part) == MOST_RECORDS):
             yield part
             part, size = {}, 0
         part[key] = record

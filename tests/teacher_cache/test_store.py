@@ -57,6 +57,13 @@ def test_a_hit_is_bit_for_bit_what_was_scored_and_asks_no_teacher(tmp_path: Path
         assert_same(one, other)
 
 
+def test_a_shard_takes_no_more_records_than_one_file_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MOST_RECORDS", 3)
+    with RecordStore(tmp_path) as store:
+        put(store, *range(7))
+        assert (store.stats().records, store.stats().shards) == (7, 3)
+
+
 def test_a_warm_cache_never_loads_the_teacher(tmp_path: Path) -> None:
     def load() -> CountingScorer:
         raise AssertionError("loaded")
