@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import torch
@@ -27,6 +28,8 @@ from teacher_cache.noise import position_uniforms
 
 _LOOK_S = 0.05
 """Seconds that a step waits for an answer to end."""
+_PROBES = 8
+"""Requests that are asked beside the answers, which may hold every slot for minutes."""
 _SEEDS = 2**31
 _BANNED = -100.0
 """The lowest bias that vLLM takes; no mass is left to such a token."""
@@ -71,10 +74,13 @@ class VllmServerEngine:
         self._bias = {str(row): _BANNED for row in range(vocabulary, head_rows)}
         self._max_context = max_context
         self._shapes = stored_shapes(Path(model))
-        self._client = httpx.Client(base_url=url, timeout=deadline_s)
-        self._threads = ThreadPoolExecutor(max_workers=slots)
+        # Answers hold their connections, and an update must not wait for one.
+        unlimited = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(base_url=url, timeout=deadline_s, limits=unlimited, trust_env=False)
+        self._threads = ThreadPoolExecutor(max_workers=slots + _PROBES)
         self._version = version
-        self._updates = 0
+        # The server outlives this engine, and keys and values of earlier weights may outlive an update.
+        self._salt = uuid4().hex
         self._answers: dict[str, Answer] = {}
         self._asked: dict[Future[dict[str, Any]], str] = {}
         self._shake_hands(url)
@@ -98,12 +104,12 @@ class VllmServerEngine:
         for answer in self._answers.values():
             check_version(answer.request, version)
         check_shapes(Path(directory), self._shapes, tied_head="lm_head.weight" not in self._shapes)
-        self._post("/pause?mode=keep")
+        self._post("/pause?mode=keep&clear_cache=false")
         self._post("/collective_rpc", method="load_published", args=[str(Path(directory).absolute())])
         self._post("/update_weight_version", new_version=str(version))
         self._post("/resume")
         self._version = version
-        self._updates += 1
+        self._salt = uuid4().hex
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Take requests; they start at once. Errors as ``AnswerSampler.admit`` says."""
@@ -185,26 +191,35 @@ class VllmServerEngine:
 
     def _generate(self, uid: str, ids: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
         always = {"stop_token_ids": list(self._sampler.end_ids), "detokenize": False, "logit_bias": self._bias}
-        answered = self._client.post(
+        answered = self._post(
             "/inference/v1/generate",
-            json={
-                "request_id": uid,
-                "token_ids": list(ids),
-                "sampling_params": {**params, **always},
-                "cache_salt": f"{self._updates}",
-            },
+            request_id=uid,
+            token_ids=list(ids),
+            sampling_params={**params, **always},
+            cache_salt=self._salt,
         )
-        return _checked(answered).json()
+        return answered.json()
 
-    def _post(self, path: str, **body: object) -> None:
-        _checked(self._client.post(path, json=body))
+    def _post(self, path: str, **body: object) -> httpx.Response:
+        """The server's answer; RolloutError where it has none, or refuses."""
+        try:
+            answered = self._client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise RolloutError(
+                f"{self._client.base_url}{path} gave no answer ({error!r}); is the server up?"
+            ) from error
+        if not answered.is_success:
+            raise RolloutError(f"{path} answered {answered.status_code}: {answered.text[:500]}")
+        return answered
 
     def _shake_hands(self, url: str) -> None:
         """One token from the only one of the most likely: with processed logprobs, its probability is 1."""
         try:
+            # A worker that was killed in the middle of an update leaves the server paused.
+            self._post("/resume")
             found = self._generate("hello", [0], {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0})
             self._post("/update_weight_version", new_version=str(self._version))
-        except (httpx.HTTPError, RolloutError) as error:
+        except RolloutError as error:
             raise ConfigError(
                 f"no vLLM server in development mode answers at {url}: {error}; start one with "
                 "VLLM_SERVER_DEV_MODE=1 and the options in asyncopd/rollout/vllm_server_engine.py"
@@ -214,10 +229,3 @@ class VllmServerEngine:
                 f"the server at {url} returns logprobs of the model, not of what it samples from; "
                 "start it with --logprobs-mode processed_logprobs"
             )
-
-
-def _checked(answered: httpx.Response) -> httpx.Response:
-    if answered.is_success:
-        return answered
-    said = f"{answered.request.url.path} answered {answered.status_code}: {answered.text[:500]}"
-    raise RolloutError(said)
