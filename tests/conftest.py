@@ -4,6 +4,7 @@ The tokenizer is byte-level: 256 byte tokens and three special ones, so any text
 The models' heads have five rows more than the tokenizer has ids, as padded heads do.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 from transformers.models.qwen3 import Qwen3ForCausalLM
+
+collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 256 + len(SPECIAL)

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.smoke          # needs the CUDA build of vllm and one GPU; exits with 2 where there is none
 
-The checks are those of ``tests/vllm``, over published files, which is how a GPU takes weights too: greedy text and
+The checks are those of ``tests/with_vllm``, over published files, which is how a GPU takes weights too: greedy text and
 logprobs before and after swaps A -> B -> A, tied and untied; candidates; an answer in flight across a swap.
 """
 
@@ -45,7 +45,7 @@ def swaps(kind: str, folder: Path, device: str = "cuda") -> None:
     """All checks on one model."""
     from asyncopd.rollout.vllm_config import VllmEngineConfig
     from asyncopd.rollout.vllm_engine import VllmEngine
-    from tests.vllm.models import save
+    from tests.with_vllm.models import save
 
     a, b = save(kind, 0, folder), save(kind, 9, folder)
     settings = {

@@ -15,8 +15,8 @@ from asyncopd.queue.ledger import Ledger
 from asyncopd.rollout.vllm_config import VllmEngineConfig, check_placement
 from asyncopd.tracking.metrics import read_metrics
 from tests.tiny_run import ThreadedWorkers, tiny_config
-from tests.vllm.conftest import KV_CACHE_GB
-from tests.vllm.models import save
+from tests.with_vllm.conftest import KV_CACHE_GB
+from tests.with_vllm.models import save
 
 pytestmark = pytest.mark.vllm
 

@@ -10,9 +10,7 @@ from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.rollout.vllm_config import VllmEngineConfig
 from tests.conftest import EOS, VOCABULARY
-from tests.vllm.models import save
-
-pytest.importorskip("vllm")
+from tests.with_vllm.models import save
 
 KV_CACHE_GB = 0.05
 

@@ -12,8 +12,8 @@ from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.types import Rollout, RolloutRequest
 from tests.conftest import EOS, VOCABULARY
-from tests.vllm.conftest import Pair
-from tests.vllm.models import KINDS
+from tests.with_vllm.conftest import Pair
+from tests.with_vllm.models import KINDS
 
 pytestmark = pytest.mark.vllm
 

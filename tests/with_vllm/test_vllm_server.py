@@ -24,7 +24,7 @@ from asyncopd.rollout.vllm_server_engine import VllmServerEngine
 from asyncopd.types import Rollout, RolloutRequest
 from tests.conftest import EOS, HEAD_ROWS, VOCABULARY
 from tests.tiny_run import tiny_config
-from tests.vllm.models import save
+from tests.with_vllm.models import save
 
 pytestmark = pytest.mark.vllm
 

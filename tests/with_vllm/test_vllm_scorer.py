@@ -20,7 +20,7 @@ from teacher_cache.vllm_scorer import VllmModel, VllmScorer, VllmScorerConfig
 from tests.conftest import VOCABULARY
 from tests.teacher_cache.serving import ThreadedService
 from tests.teacher_cache.test_transformers_scorer import LENGTHS, candidates, request
-from tests.vllm.models import KINDS, save
+from tests.with_vllm.models import KINDS, save
 
 pytestmark = pytest.mark.vllm
 

@@ -33,7 +33,7 @@ from teacher_cache.vllm_scorer import VllmScorerConfig
 from tests.conftest import VOCABULARY, make_tiny_tokenizer, save_checkpoint
 from tests.teacher_cache.test_transformers_scorer import request
 from tests.tiny_run import tiny_config
-from tests.vllm.models import make, save
+from tests.with_vllm.models import make, save
 
 pytestmark = pytest.mark.vllm
 
