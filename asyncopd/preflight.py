@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
+from asyncopd.evaluation import EvaluationConfig
 from asyncopd.interface import Inputs
 from asyncopd.objectives import Objective, build_objective
 from asyncopd.prompts import PromptSet, load_prompts
@@ -83,6 +84,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         )
     prompts = load_prompts(config.data, tokenizer, context, inputs.train, inputs.held_out)
     _require_teachers(config, prompts)
+    _check_evaluation(config.evaluation, prompts, min(_context(student), _context(teacher)))
     pad = tokenizer.pad_token_id
     ids = TokenIds(
         vocabulary=shared.size,
@@ -97,6 +99,16 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         objective=objective,
         prompts=prompts,
     )
+
+
+def _check_evaluation(evaluation: EvaluationConfig, prompts: PromptSet, context: int) -> None:
+    """ConfigError where an answer to a held-out prompt may outgrow the context of student or teacher."""
+    longest = max((len(prompt.token_ids) for prompt in prompts.held_out[: evaluation.prompts]), default=0)
+    if longest + (evaluation.max_new_tokens or 0) > context:
+        raise ConfigError(
+            f"evaluation.max_new_tokens is {evaluation.max_new_tokens}; expected at most {context - longest}, what the "
+            f"longest held-out prompt leaves of the shorter context of student and teacher ({context} tokens)"
+        )
 
 
 def _check_teacher_fraction(config: RunConfig, objective: Objective) -> None:

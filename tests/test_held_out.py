@@ -8,6 +8,7 @@ import pytest
 
 from asyncopd import held_out, pipeline
 from asyncopd.config import RunConfig
+from asyncopd.errors import ConfigError
 from asyncopd.evaluation import Estimate, EvaluationConfig, HeldOut, held_out_kl, held_out_steps
 from asyncopd.held_out import HeldOutCollector, HeldOutFiles, HeldOutWorker
 from asyncopd.interface import Callbacks
@@ -134,6 +135,15 @@ def test_figures_that_a_killed_learner_had_not_logged_are_logged_once_and_those_
     assert [row.policy_version for row in read_metrics(folder.path)] == [0, 2]
     (first, _) = read_evaluations(folder.path)
     assert (first.reverse_kl.mean, first.eos_share, first.samples) == (1.5, 0.25, FIGURES.samples)
+
+
+def test_answers_that_would_outgrow_a_context_in_the_evaluation_are_refused_before_a_model_loads(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = tiny_config(tmp_path, *models, evaluation=EvaluationConfig(prompts=2, max_new_tokens=100_000))
+    with pytest.raises(ConfigError, match=r"evaluation\.max_new_tokens is 100000; expected at most \d+"):
+        run(config)
 
 
 def test_versions_wait_for_figures_by_the_plan_and_not_without_prompts_or_teacher(
