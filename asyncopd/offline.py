@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from asyncopd.config import RunConfig, plain
 from asyncopd.final_student import write_final_student
@@ -81,9 +81,11 @@ def train_offline(
     return RunResult(path=folder.path, policy_version=steps, stopped=False, summary=summary, final=folder.final_path)
 
 
-def student_checks(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Preflight:
+def student_checks(config: RunConfig) -> Preflight:
     """What a run's preflight finds out about the student, without teacher and prompts."""
+    # First, because a path that is not there would be looked for on the network.
     student = outline(config.student, "student")
+    tokenizer = AutoTokenizer.from_pretrained(config.student)
     generation = generation_config(config.student, student)
     vocabulary = SharedVocabulary(size=len(tokenizer), eos_ids=eos_ids(tokenizer, generation))
     require_head(student.get_text_config(decoder=True).vocab_size, vocabulary, "student")

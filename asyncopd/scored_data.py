@@ -15,7 +15,6 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
@@ -180,11 +179,11 @@ def _run_config(options: Offline, facts: ScoredFacts) -> RunConfig:
 
 def _checks(config: RunConfig, facts: ScoredFacts) -> Preflight:
     """What a run's preflight finds out, without prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(config.student)
-    differs = Expectation(tokenizer=identify_tokenizer(tokenizer)).differences(facts.teacher)
+    checks = student_checks(config)
+    differs = Expectation(tokenizer=identify_tokenizer(checks.tokenizer)).differences(facts.teacher)
     if differs:
         raise ConfigError(f"the data set was scored for another tokenizer than the student's: {'; '.join(differs)}")
-    return student_checks(config, tokenizer)
+    return checks
 
 
 def _fitting(scored: ScoredSet, student: Path) -> list[int]:

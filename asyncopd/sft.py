@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tyro
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError, DataError
@@ -83,9 +83,8 @@ def sft(options: Sft, rows: Rows | None = None) -> RunResult:
     ConfigError or DataError before anything is written if tokenizer, data or context do not fit.
     """
     config = _run_config(options)
-    tokenizer = AutoTokenizer.from_pretrained(config.student)
-    checks = student_checks(config, tokenizer)
-    answers = read_answers(options, tokenizer, checks.ids, rows)
+    checks = student_checks(config)
+    answers = read_answers(options, checks.tokenizer, checks.ids, rows)
     config = replace(config, steps=options.steps or max(1, len(answers) // options.batch_size))
 
     def batch(version: int) -> Batch:

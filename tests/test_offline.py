@@ -129,6 +129,8 @@ def test_a_folder_or_a_student_that_does_not_fit_is_a_message(
 ) -> None:
     assert cli.main(["offline", str(tmp_path), "--student", str(student)]) == 1
     assert "teacher-cache score --out" in capsys.readouterr().err
+    assert cli.main(["offline", str(scored), "--student", "misspelt"]) == 1
+    assert "'misspelt' holds no HF checkpoint" in capsys.readouterr().err
     other = save_checkpoint(make_tiny_qwen3(1), tmp_path / "other")
     told = json.loads((other / "tokenizer.json").read_text())
     told["model"]["vocab"] = {symbol: 255 - index for symbol, index in told["model"]["vocab"].items()}

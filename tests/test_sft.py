@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncopd import cli
-from asyncopd.errors import DataError
+from asyncopd.errors import ConfigError, DataError
 from asyncopd.learner.step import LearnerConfig
 from asyncopd.prompts import DataConfig
 from asyncopd.run_folder import TokenIds
@@ -110,3 +110,8 @@ def test_a_row_without_an_answer_is_named(tmp_path: Path, student: Path) -> None
     with pytest.raises(DataError, match="row 0 has no answer"):
         sft(options(tmp_path, student), rows)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_student_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no HF checkpoint"):
+        sft(options(tmp_path, Path("misspelt")), [])
