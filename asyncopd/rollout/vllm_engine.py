@@ -213,24 +213,29 @@ class VllmEngine:
 def _start(model: str, dtype: str, slots: int, config: VllmEngineConfig, settings: dict[str, Any]) -> LLMEngine:
     os.environ.update(_ENVIRONMENT)
     cpu = current_platform.is_cpu()
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=model,
-            dtype=dtype,
-            skip_tokenizer_init=True,
-            # The model's own sampling defaults must not come in.
-            generation_config="vllm",
-            max_model_len=config.max_context or None,
-            max_num_seqs=slots,
-            tensor_parallel_size=config.tensor_parallel,
-            enforce_eager=config.eager or cpu,
-            gpu_memory_utilization=config.memory_fraction,
-            kv_cache_memory_bytes=round(config.kv_cache_gb * 2**30) if cpu else None,
-            enable_prefix_caching=config.prefix_caching,
-            async_scheduling=False,
-            disable_log_stats=True,
-            logits_processors=[f"{AnswerProcessor.__module__}:{AnswerProcessor.__qualname__}"],
-            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-            additional_config={SETTINGS: settings},
-        )
+    arguments = EngineArgs(
+        model=model,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        # The model's own sampling defaults must not come in.
+        generation_config="vllm",
+        max_model_len=config.max_context or None,
+        max_num_seqs=slots,
+        tensor_parallel_size=config.tensor_parallel,
+        enforce_eager=config.eager or cpu,
+        gpu_memory_utilization=config.memory_fraction,
+        kv_cache_memory_bytes=round(config.kv_cache_gb * 2**30) if cpu else None,
+        enable_prefix_caching=config.prefix_caching,
+        async_scheduling=False,
+        disable_log_stats=True,
+        logits_processors=[f"{AnswerProcessor.__module__}:{AnswerProcessor.__qualname__}"],
+        worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        additional_config={SETTINGS: settings},
     )
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except (ValueError, RuntimeError) as error:
+        raise RolloutError(
+            f"vLLM cannot run {model} (memory is rollout.vllm.kv_cache_gb on a CPU, rollout.vllm.memory_fraction on "
+            f"GPUs; less is needed with a smaller rollout.vllm.max_context): {error}"
+        ) from error

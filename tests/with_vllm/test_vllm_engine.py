@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from asyncopd.errors import CheckpointError, ConfigError, RequestRefusedError, RolloutError
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.sampling import SamplingConfig
+from asyncopd.rollout.vllm_config import VllmEngineConfig
 from asyncopd.types import Rollout, RolloutRequest
 from tests.conftest import EOS, VOCABULARY
 from tests.with_vllm.conftest import Pair
-from tests.with_vllm.models import KINDS
+from tests.with_vllm.models import KINDS, save
 
 pytestmark = pytest.mark.vllm
 
@@ -223,6 +224,14 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_changed(pair: Pa
         ours.load_weights(tmp_path, 5)
     assert ours.policy_version == 4
     assert_same(generate(ours, requests(1)), before)
+
+
+def test_too_little_memory_is_an_error_that_names_the_options(tmp_path: Path) -> None:
+    from asyncopd.rollout.vllm_engine import VllmEngine
+
+    path, config = save("tied-llama", 0, tmp_path), VllmEngineConfig(kv_cache_gb=1e-5)
+    with pytest.raises(RolloutError, match=r"(?s)vLLM cannot run .*kv_cache_gb on a CPU.*max_context"):
+        VllmEngine(path, vocabulary=VOCABULARY, eos_token_ids=(EOS,), sampling=GREEDY, run_seed=5, config=config)
 
 
 def test_a_design_that_reuses_the_token_refuses_truncated_sampling_before_vllm_starts(tmp_path: Path) -> None:
