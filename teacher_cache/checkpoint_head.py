@@ -19,6 +19,12 @@ from teacher_cache.errors import ScoringError
 _PROBE_ROWS = 8
 
 
+class _Said(MoeModelOutputWithPast):
+    """What a body says, with every field that an architecture's last lines may read."""
+
+    cross_attentions = None
+
+
 def load_head(folder: Path, *, vocabulary: int, dtype: torch.dtype, device: torch.device) -> LogitHead:
     """The head of an HF checkpoint; no other weight is read.
 
@@ -81,7 +87,7 @@ def _check(outline: PreTrainedModel, config: PreTrainedConfig) -> None:
     hidden_RH = torch.randn(3, width, generator=generator)
     probe = nn.Linear(width, _PROBE_ROWS, bias=False)
     probe.weight.copy_(torch.randn(_PROBE_ROWS, width, generator=generator))
-    outline.get_decoder().forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_RH[None])
+    outline.get_decoder().forward = lambda *_, **__: _Said(last_hidden_state=hidden_RH[None])
     outline.set_output_embeddings(probe)
     try:
         ids = torch.zeros((1, 3), dtype=torch.int64)

@@ -10,6 +10,8 @@ from transformers import (
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -44,6 +46,9 @@ MODELS = {
     "divided": lambda: GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=3.0)),
     "multiplied": lambda: CohereForCausalLM(CohereConfig(**TINY, logit_scale=0.25)),
     "biased": lambda: PhiForCausalLM(PhiConfig(**TINY)),
+    "cross-attention": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=TINY["vocab_size"], n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    ),
     "experts": lambda: MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2)),
 }
 
