@@ -100,7 +100,9 @@ def whole_run(folder: Path, accelerator: Accelerator, model: str, config: Learne
     CheckpointStore(folder).save(SAVED, learner, {"own": "id"})
     metrics += train(learner, SAVED, STEPS)
     publish(learner, folder, STEPS)
-    metrics[-1]["probe"] = float(learner.logprobs(range(1, 12)).mean())
+    probe = learner.published_logprobs(range(1, 12), torch.float32)
+    assert probe is not None
+    metrics[-1]["probe"] = float(probe.mean())
     metrics[-1]["sharded"] = float(learner.sharded)
     metrics[-1]["candidates"] = float(candidate_logprobs(learner).mean())
     return metrics

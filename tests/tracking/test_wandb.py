@@ -75,6 +75,7 @@ def test_wandb_keeps_every_value_and_a_resume_goes_on_in_the_same_run(tmp_path: 
     for version in (1, 2, 3, 2, 1):
         tracking.log(version, {"loss": version / 2, "queue": {"SCORED": 4}})
     tracking.finish({"steps": 3})
+    time.sleep(1.1)  # wandb names an offline run's folder by the second, and would write over it
     resumed = open_tracking(tmp_path, "a name", TrackingConfig(), {}, resumed_at=2, ids=tracking.ids)
     resumed.log(3, {"loss": 9.0})
     resumed.finish({"steps": 3})
