@@ -1,5 +1,7 @@
-"""Every notebook runs from its first cell to its last, in a short form."""
+"""Every notebook runs from its first cell to its last, in a short form: the lab's, on tables of its smoke form."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -10,11 +12,26 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@pytest.fixture(scope="module")
+def lab_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``make lab-smoke`` finds."""
+    folder = tmp_path_factory.mktemp("lab")
+    command = [sys.executable, str(ROOT / "recipes" / "lab" / "run_lab.py"), "--smoke", "--out", str(folder)]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count(" 0 failed") == 6, told.stdout
+    assert "ended with" not in told.stdout
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_ends_with_its_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_and_ends_with_its_answer(
+    path: Path, lab_tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ASYNCOPD_NOTEBOOK_STEPS", "2")
+    monkeypatch.setenv("ASYNCOPD_LAB_TABLES", str(lab_tables))
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(path.parent)}}).execute()
     assert "**Question:" in notebook.cells[0].source

@@ -1,15 +1,12 @@
 """What the notebooks and the results page share: the tables of the sweeps, intervals over seeds, and figures.
 
-A table is read from ``docs/results``. In a short form (``ASYNCOPD_NOTEBOOK_STEPS`` is set) the sweep is run instead,
-for one seed, one lag and so many steps, and shows that everything works and nothing else.
+A table is read from ``docs/results``, or from the folder that ``ASYNCOPD_LAB_TABLES`` names, as ``run_lab.py --smoke``
+writes them: figures that show that everything works and nothing else.
 """
 
 import csv
 import math
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ from matplotlib.axes import Axes
 LAB = Path(__file__).parent
 ROOT = LAB.parent.parent
 RESULTS = ROOT / "docs" / "results"
-SHORT = "ASYNCOPD_NOTEBOOK_STEPS"
+TABLES = "ASYNCOPD_LAB_TABLES"
 Row: TypeAlias = dict[str, str | float]
 _T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Two-sided 95% quantiles of Student's t by number of values."""
@@ -52,8 +49,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 def table(name: str) -> list[Row]:
     """The rows of a sweep, with the lag as a number; a run that failed has no figures, one that was not run no row."""
-    steps = os.environ.get(SHORT)
-    rows = read(RESULTS / f"{name}.csv") if steps is None else _short(name, int(steps))
+    rows = read(Path(os.environ.get(TABLES, RESULTS)) / f"{name}.csv")
     rows = [row for row in rows if row["status"] != "missing"]
     for row in rows:
         row["lag"] = _lag(str(row.get("mode", "")))
@@ -75,19 +71,6 @@ def _value(text: str) -> str | float:
 
 def _lag(mode: str) -> float:
     return 0.0 if mode == "sync" else float(mode.partition(":")[2]) if mode.startswith("lagged:") else math.nan
-
-
-def _short(name: str, steps: int) -> list[Row]:
-    """A few steps of the sweep's runs with the first seed, where the mode varies those in turn."""
-    sweep = LAB / "sweeps" / f"{name}.yaml"
-    with tempfile.TemporaryDirectory() as folder:
-        only = ["seed=0", *(["mode=sync"] if "  mode: [" in sweep.read_text() else [])]
-        command = [sys.executable, "-m", "asyncopd.cli", "sweep", str(sweep), *only, "--out", folder]
-        command += ["--set", f"steps={steps}", f"runs_dir={folder}"]
-        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if told.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {told.returncode}: {told.stdout}{told.stderr}")
-        return read(Path(folder) / f"{name}.csv")
 
 
 def by(rows: list[Row], keys: Sequence[str], column: str) -> dict[tuple[str | float, ...], Interval]:

@@ -46,12 +46,14 @@ def main() -> int:
     """Run it, and say how long it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="two steps of one seed of every method, on-policy")
+    parser.add_argument("--out", type=Path, help="folder that keeps the tables of the smoke form")
     began, asked = time.monotonic(), parser.parse_args()
     if asked.smoke:
         with tempfile.TemporaryDirectory() as folder:
             for name in SWEEPS:
                 only = [] if name in ("rates", "designs") else ["mode=sync"]
-                sweep(name, "seed=0", *only, "--out", folder, "--set", "steps=2", f"runs_dir={folder}")
+                out = str(asked.out or folder)
+                sweep(name, "seed=0", *only, "--out", out, "--set", "steps=2", f"runs_dir={folder}")
     else:
         for name in SWEEPS:
             sweep(name, "--out", str(ROOT / "docs" / "results"))
