@@ -71,6 +71,8 @@ class WandbTracker:
             dir=str(run_dir),
             config=dict(run_config),
             mode=wandb_mode(),
+            # Else wandb hands out the run that an earlier failure in this process left open, and rows go there.
+            reinit="create_new",
             settings=wandb.Settings(console="off", silent=True),
         )
         self.run_id = str(self._run.id)

@@ -90,6 +90,17 @@ def test_wandb_keeps_every_value_and_a_resume_goes_on_in_the_same_run(tmp_path: 
     assert any(metric.glob_name == "*" and metric.step_metric == "policy_version" for metric in metrics)
 
 
+@pytest.mark.usefixtures("offline")
+def test_a_run_that_an_earlier_failure_left_open_does_not_get_the_rows_of_the_next(tmp_path: Path):
+    left = open_tracking(tmp_path / "left", "a name", TrackingConfig(), {})
+    following = open_tracking(tmp_path / "next", "a name", TrackingConfig(), {})
+    following.log(1, {"loss": 0.5})
+    following.finish({})
+    assert following.ids != left.ids
+    assert history(tmp_path / "next") == [(1, 0.5)]
+    left.finish({})
+
+
 @pytest.mark.parametrize(
     ("variable", "logged_in", "mode"),
     [
