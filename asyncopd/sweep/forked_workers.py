@@ -118,9 +118,10 @@ def _be_worker(spec: WorkerSpec, stdin: int, beats: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(code)
         raise
-    os._exit(code)
+    finally:
+        # Nothing of the process that was copied runs, whatever happened here.
+        os._exit(code)
 
 
 def close_all_but(*kept: int) -> None:

@@ -210,9 +210,9 @@ def _be_run(recipe: Recipe, each: SweepRun, lifeline: int) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         _write(each, FAILURE, {"status": "failed", "error": f"{type(error).__name__}: {error}".splitlines()[0]})
-        os._exit(code)
         raise
-    os._exit(code)
+    finally:
+        os._exit(code)
 
 
 def _finish(recipe: Recipe, each: SweepRun, workers: ForkedWorkers) -> int:

@@ -139,9 +139,9 @@ RUNS = {
 """Runs by name: the student and the configuration. ``configured`` is sharded by an accelerate config."""
 
 
-def start_ranks(ranks: int, folder: Path) -> None:
-    """This module as ``ranks`` processes; fails the test where one of them fails."""
-    command = [sys.executable, "-m", "tests.learner.ranks", str(folder)]
+def start_ranks(module: str, ranks: int, path: Path) -> None:
+    """A module with one argument as ``ranks`` processes; fails the test where one of them fails."""
+    command = [sys.executable, "-m", module, str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     processes = [
         subprocess.Popen(command, env=each, stderr=subprocess.PIPE) for each in rank_environments(environment, ranks)

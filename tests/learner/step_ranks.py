@@ -3,8 +3,6 @@
 python -m tests.learner.step_ranks FILE        with RANK, WORLD_SIZE, ... as torch.distributed wants them
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from asyncopd.launch import rank_environments
 from asyncopd.learner.batching import balanced_shares
 from asyncopd.learner.head import HeadShape
 from asyncopd.learner.step import Learner, LearnerConfig
@@ -76,17 +73,6 @@ def weights(learner: Learner) -> dict[str, Tensor]:
     """All weights, whole."""
     found = {name: value.detach() for name, value in learner.student.state_dict().items()}
     return {name: value.full_tensor() if learner.sharded else value for name, value in found.items()}
-
-
-def start_ranks(ranks: int, file: Path) -> None:
-    """This module as ``ranks`` processes; fails the test where one of them fails."""
-    command = [sys.executable, "-m", "tests.learner.step_ranks", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    processes = [
-        subprocess.Popen(command, env=each, stderr=subprocess.PIPE) for each in rank_environments(environment, ranks)
-    ]
-    errors = [process.communicate(timeout=150)[1].decode()[-4000:] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (model, config) in RUNS.items():
         told = whole_run(folder / "alone" / name, open_accelerator(config), model, config)
         torch.save({"whole": told}, folder / "alone" / f"{name}.pt")
-    start_ranks(2, folder)
+    start_ranks("tests.learner.ranks", 2, folder)
     return folder
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.learner.step_ranks import LAYOUTS, OBJECTIVES, start_ranks, step_gradient
+from tests.learner.ranks import start_ranks
+from tests.learner.step_ranks import LAYOUTS, OBJECTIVES, step_gradient
 from tests.learner.test_step import SAMPLES
 
 
@@ -14,7 +15,7 @@ from tests.learner.test_step import SAMPLES
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[type-arg]
     """What two processes found."""
     file = tmp_path_factory.mktemp("ranks") / "found.pt"
-    start_ranks(2, file)
+    start_ranks("tests.learner.step_ranks", 2, file)
     return torch.load(file)
 
 
