@@ -55,7 +55,7 @@ class Offline:
     batch_size: int = 32
     """Answers of an optimizer step."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """Must read what the teacher drew; unless given, forward_kl with the data set's design and temperature."""
+    """Must read what the teacher drew. The command line takes forward_kl with the data set's design and temperature."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
