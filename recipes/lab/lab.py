@@ -3,7 +3,7 @@
     asyncopd launch recipes/lab/lab.py --mode lagged:4      # one run
     asyncopd sweep recipes/lab/sweeps/directions.yaml       # many, as the notebooks read them
 
-A run takes about 40 seconds of one core. What the lab found is in ``docs/findings.md``.
+A run takes about a minute of one core. What the lab found is in ``docs/findings.md``.
 """
 
 import sys
@@ -34,7 +34,7 @@ def recipe() -> Recipe:
     config = RunConfig(
         recipe="lab",
         mode="sync",
-        steps=240,
+        steps=480,
         student=LAB / "models" / "student",
         teacher=TeacherConfig(
             model=LAB / "models" / "teacher", dtype="fp32", threads=1, samples=BATCH, batch_tokens=8192
@@ -55,7 +55,7 @@ def recipe() -> Recipe:
         queue=QueueConfig(batch_size=BATCH, max_staleness=1),
         objective=ObjectiveConfig(name="reverse_kl", design="systematic(4)"),
         learner=LearnerConfig(
-            lr=4e-3, schedule="linear", warmup_steps=20, dtype="fp32", threads=1, micro_batch_tokens=8192
+            lr=2e-3, schedule="linear", warmup_steps=20, dtype="fp32", threads=1, micro_batch_tokens=8192
         ),
         checkpoint=CheckpointConfig(every=100),
         evaluation=EvaluationConfig(prompts=128, batch=128),
