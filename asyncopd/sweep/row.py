@@ -30,6 +30,7 @@ def result_row(result: RunResult) -> dict[str, Any]:
         "restarts": summary.restarts,
         "tokens_per_s": summary.tokens_per_s.learner,
         **{f"busy_{stage}": getattr(summary.busy, stage) for stage in ("rollout", "teacher", "learner")},
+        **{f"cpu_{stage}": getattr(summary.cpu_s, stage) for stage in ("rollout", "teacher", "learner")},
         "overlap": summary.overlap,
         "wall_s": summary.wall_s,
     }

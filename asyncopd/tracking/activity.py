@@ -3,6 +3,7 @@
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asyncopd.tracking.keys import STAGES
 from asyncopd.tracking.trace import Interval, Span, Trace, stage_of
@@ -20,12 +21,14 @@ class StageActivity:
     tokens_per_s   response tokens that each stage finished per second of wall time; a span that reaches over the edge
                    counts in proportion
     overlap        share of it in which at least two stages worked
+    cpu_s          CPU seconds that the processes of each stage took in it, all their threads
     """
 
     wall_s: float
     busy: Mapping[str, float]
     tokens_per_s: Mapping[str, float]
     overlap: float
+    cpu_s: Mapping[str, float]
 
 
 def measure(spans: Iterable[Span], windows: Sequence[Interval], processes: Iterable[str] = ()) -> StageActivity:
@@ -38,7 +41,7 @@ def measure(spans: Iterable[Span], windows: Sequence[Interval], processes: Itera
     spans = list(spans)
     if wall_ns == 0:
         nothing = dict.fromkeys(STAGES, 0.0)
-        return StageActivity(wall_s=0.0, busy=nothing, tokens_per_s=nothing, overlap=0.0)
+        return StageActivity(wall_s=0.0, busy=nothing, tokens_per_s=nothing, overlap=0.0, cpu_s=nothing)
     work: dict[str, list[Interval]] = {process: [] for process in processes}
     work |= {process: intersect(intervals, windows) for process, intervals in work_by_process(spans).items()}
     busy: dict[str, float] = {}
@@ -52,6 +55,7 @@ def measure(spans: Iterable[Span], windows: Sequence[Interval], processes: Itera
         busy=busy,
         tokens_per_s={stage: _tokens(stage, spans, windows) / (wall_ns / 1e9) for stage in STAGES},
         overlap=length(covered_at_least(2, by_stage)) / wall_ns,
+        cpu_s=_cpu_s(spans, windows),
     )
 
 
@@ -155,6 +159,22 @@ def _clip(intervals: Sequence[Interval], piece: Interval) -> list[Interval]:
     first = bisect.bisect_right(intervals, piece[0], key=lambda interval: interval[1])
     behind = bisect.bisect_left(intervals, piece[1], key=lambda interval: interval[0])
     return [(max(start, piece[0]), min(end, piece[1])) for start, end in intervals[first:behind]]
+
+
+def _cpu_s(spans: Iterable[Span], windows: Sequence[Interval]) -> dict[str, float]:
+    """What each process's CPU clock went on by from the end of one span to the end of the next, by stage."""
+    clocks: dict[str, list[tuple[int, int]]] = {}
+    for span in spans:
+        if span.cpu_ns is not None:
+            clocks.setdefault(span.process, []).append((span.end_ns, span.cpu_ns))
+    taken = dict.fromkeys(STAGES, 0.0)
+    for process, readings in clocks.items():
+        for (start, before), (end, after) in pairwise(sorted(readings)):
+            # A clock that goes back is that of a process started again.
+            if end > start and after > before and stage_of(process) in taken:
+                inside = sum(max(0, min(end, stop) - max(start, begin)) for begin, stop in windows)
+                taken[stage_of(process)] += (after - before) * inside / (end - start) / 1e9
+    return taken
 
 
 def _tokens(stage: str, spans: Sequence[Span], windows: Sequence[Interval]) -> float:

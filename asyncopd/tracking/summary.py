@@ -108,6 +108,7 @@ class RunSummary:
     tokens_per_s             response tokens rolled out, scored and trained per second of that time
     busy                     share of that time in which each stage worked (mean over its processes)
     overlap                  share of that time in which at least two stages worked
+    cpu_s                    CPU seconds that the processes of each stage took in that time
     logprob_gap_on_policy    mean |log p - log b| over tokens trained at staleness 0, nats; None when there were none
     restarts                 how often a worker that died or hung was started again
     cache                    what the score cache did; None where it was not used
@@ -121,6 +122,7 @@ class RunSummary:
     tokens_per_s: StageFigures
     busy: StageFigures
     overlap: float
+    cpu_s: StageFigures
     staleness: StalenessFigures
     samples: SampleFigures | None
     logprob_gap_on_policy: float | None
@@ -147,6 +149,7 @@ def summarize(files: RunFiles) -> RunSummary:
         tokens_per_s=StageFigures(**activity.tokens_per_s),
         busy=StageFigures(**activity.busy),
         overlap=activity.overlap,
+        cpu_s=StageFigures(**activity.cpu_s),
         staleness=_staleness(rows),
         samples=_samples(queue),
         logprob_gap_on_policy=_weighted_mean([(gap, weight) for gap, weight in gaps if math.isfinite(gap)]),

@@ -41,7 +41,11 @@ def stage_of(process: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A closed stretch of time in one thread of one process; times in nanoseconds since the epoch."""
+    """A closed stretch of time in one thread of one process; times in nanoseconds since the epoch.
+
+    cpu_ns   CPU time that the process had taken when the span ended, all its threads, nanoseconds; None in a trace
+             that does not say
+    """
 
     process: str
     thread: str
@@ -49,6 +53,7 @@ class Span:
     start_ns: int
     end_ns: int
     numbers: dict[str, float] = field(default_factory=dict)
+    cpu_ns: int | None = None
 
     @property
     def stage(self) -> str:
@@ -119,7 +124,8 @@ class Tracer:
         finally:
             end_ns = start_ns + time.perf_counter_ns() - began
             record = {"kind": "span", "serial": serial, "name": name, "thread": thread, "start_ns": start_ns}
-            self._writer.append({**record, "end_ns": end_ns, "numbers": handle.numbers})
+            closed = {"end_ns": end_ns, "cpu_ns": time.process_time_ns(), "numbers": handle.numbers}
+            self._writer.append(record | closed)
 
     def instant(self, name: str, **numbers: float) -> None:
         """Record a point in time."""
@@ -238,6 +244,7 @@ def _span(process: str, record: dict[str, Any]) -> Span:
         start_ns=record["start_ns"],
         end_ns=record["end_ns"],
         numbers=record["numbers"],
+        cpu_ns=record.get("cpu_ns"),
     )
 
 

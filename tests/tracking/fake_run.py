@@ -224,6 +224,9 @@ class _Clock:
     def time_ns(self) -> int:
         return int((self.origin + self.now) * 1e9)
 
+    def process_time_ns(self) -> int:
+        return self.time_ns()
+
     def perf_counter_ns(self) -> int:
         return int(self.now * 1e9)
 

@@ -1,6 +1,8 @@
 """Busy fractions and overlap are exact."""
 
 import random
+import time
+from dataclasses import replace
 
 from asyncopd.tracking.activity import (
     busy_along,
@@ -12,7 +14,7 @@ from asyncopd.tracking.activity import (
     subtract,
     union,
 )
-from asyncopd.tracking.trace import Span
+from asyncopd.tracking.trace import Span, Tracer, read_trace
 
 
 def span(process: str, name: str, start: float, end: float, thread: str = "main", **numbers: float) -> Span:
@@ -121,3 +123,37 @@ def test_busy_along_the_run_is_what_measure_gives_for_each_piece():
     along = busy_along(spans, pieces)
     for stage in whole:
         assert abs(sum(busy[stage] for busy in along) / len(along) - whole[stage]) < 1e-9
+
+
+def clocked(process: str, start: float, end: float, cpu: float) -> Span:
+    return replace(span(process, "work", start, end), cpu_ns=int(cpu * 1e9))
+
+
+def test_cpu_seconds_are_those_that_the_process_clock_went_on_by_within_the_windows():
+    spans = [
+        clocked("rollout-0", 0, 1, 5.0),
+        clocked("rollout-0", 1, 2, 5.5),
+        clocked("rollout-0", 2, 4, 7.5),  # half of it lies in the window
+        clocked("rollout-1", 0, 1, 3.0),
+        clocked("rollout-1", 1, 3, 4.0),
+        span("rollout-1", "work", 3, 4),  # says nothing
+    ]
+    assert measure(spans, window(1, 3)).cpu_s == {"rollout": 0.5 + 1.0 + 1.0, "teacher": 0, "learner": 0}
+
+
+def test_a_process_started_again_takes_no_negative_cpu_time():
+    spans = [clocked("scorer-0", 0, 1, 9.0), clocked("scorer-0", 2, 3, 1.0), clocked("scorer-0", 3, 4, 1.5)]
+    assert measure(spans, window(0, 4)).cpu_s["teacher"] == 0.5
+
+
+def test_a_tracer_reads_the_cpu_clock_of_its_process(tmp_path):
+    with Tracer(tmp_path, "rollout-0") as tracer:
+        for _ in range(2):
+            with tracer.span("decode"):
+                began = time.process_time()
+                while time.process_time() - began < 0.02:
+                    pass
+    first, second = (each.cpu_ns for each in read_trace(tmp_path).spans)
+    assert first is not None
+    assert second is not None
+    assert 0.02e9 <= second - first <= time.process_time_ns()
