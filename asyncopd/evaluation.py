@@ -198,7 +198,12 @@ def _model(model: PreTrainedModel | Path | str, dtype: torch.dtype | None) -> Pr
 def _answers(engine: TransformersEngine, prompts: Sequence[Prompt], batch: int) -> Generator[None, None, list[Rollout]]:
     """One answer a prompt, in order; as answers end, the next prompts take their places."""
     waiting = [
-        RolloutRequest(uid=f"held-out-{place}", prompt_ids=prompt.token_ids, min_version=0)
+        RolloutRequest(
+            uid=f"held-out-{place}",
+            prompt_ids=prompt.token_ids,
+            min_version=0,
+            max_new_tokens=prompt.max_new_tokens,
+        )
         for place, prompt in enumerate(prompts)
     ]
     order = [request.uid for request in waiting]

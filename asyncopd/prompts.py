@@ -46,6 +46,8 @@ class DataConfig:
     """A JSON object of further arguments to the chat template, ``{"enable_thinking": false}``."""
     teacher_column: str | None = None
     """Column that names each prompt's teacher; None sends all to the teacher "default"."""
+    max_new_tokens_column: str | None = None
+    """Column of the longest answer to each prompt, in tokens; more than ``sampling.max_new_tokens`` counts as that."""
     shuffle: bool = True
     """Whether each epoch takes the prompts in a new order; if not, all take that of the data set."""
     max_prompt_tokens: int | None = None
@@ -193,6 +195,8 @@ class _Reader:
         require_column(self.config.column, columns, self.name, "data.column")
         if self.config.teacher_column is not None:
             require_column(self.config.teacher_column, columns, self.name, "data.teacher_column")
+        if self.config.max_new_tokens_column is not None:
+            require_column(self.config.max_new_tokens_column, columns, self.name, "data.max_new_tokens_column")
         prompts: list[Prompt] = []
         skipped: list[Skipped] = []
         for place in chosen:
@@ -200,7 +204,15 @@ class _Reader:
             text, ids = self._tokens(row.get(self.config.column), place)
             reason: SkipReason | None = "empty" if not text.strip() else "too long" if len(ids) > self.limit else None
             if reason is None:
-                prompts.append(Prompt(index=len(prompts), text=text, token_ids=ids, teacher=self._teacher(row, place)))
+                prompts.append(
+                    Prompt(
+                        index=len(prompts),
+                        text=text,
+                        token_ids=ids,
+                        teacher=self._teacher(row, place),
+                        max_new_tokens=self._max_new_tokens(row, place),
+                    )
+                )
             else:
                 excerpt = text[:_EXCERPT_CHARS]
                 skipped.append(Skipped(source=self.name, row=place, reason=reason, tokens=len(ids), excerpt=excerpt))
@@ -266,6 +278,17 @@ class _Reader:
             )
         return teacher
 
+    def _max_new_tokens(self, row: Mapping[str, Any], place: int) -> int | None:
+        if self.config.max_new_tokens_column is None:
+            return None
+        tokens = row.get(self.config.max_new_tokens_column)
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise DataError(
+                f"row {place} of {self.name}: {self.config.max_new_tokens_column!r} is {tokens!r}; expected the tokens "
+                "of the longest answer, a whole number, 1 or more"
+            )
+        return tokens
+
 
 def save_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """Write tokenised prompts, one JSON object a line, whole or not at all."""
@@ -273,6 +296,8 @@ def save_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     with partial.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             row = {"i": prompt.index, "text": prompt.text, "ids": prompt.token_ids, "teacher": prompt.teacher}
+            if prompt.max_new_tokens is not None:
+                row["max_new_tokens"] = prompt.max_new_tokens
             file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -285,7 +310,13 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         with path.open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         return tuple(
-            Prompt(index=row["i"], text=row["text"], token_ids=tuple(row["ids"]), teacher=row["teacher"])
+            Prompt(
+                index=row["i"],
+                text=row["text"],
+                token_ids=tuple(row["ids"]),
+                teacher=row["teacher"],
+                max_new_tokens=row.get("max_new_tokens"),
+            )
             for row in rows
         )
     except FileNotFoundError as error:

@@ -24,12 +24,14 @@ class Prompt:
     text    what a person would read, for samples shown in tables
     token_ids   with the chat template applied
     teacher name of the teacher that scores its answers
+    max_new_tokens  longest answer to it, in tokens; None for that of ``rollout.sampling``
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     teacher: str = "default"
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +42,14 @@ class RolloutRequest:
     prompt_ids      token ids
     min_version     the engine must hold at least this policy version before the first token
     exact_version   the only version that may generate the answer (sync and lagged modes), or None
+    max_new_tokens  longest answer, in tokens, where it is shorter than that of ``rollout.sampling``; or None
     """
 
     uid: str
     prompt_ids: tuple[int, ...]
     min_version: int
     exact_version: int | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

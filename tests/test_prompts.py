@@ -135,6 +135,22 @@ def test_each_prompt_may_name_its_teacher(tiny_tokenizer: PreTrainedTokenizerFas
         )
 
 
+def test_each_prompt_may_bound_its_answer(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = Dataset.from_list([{"q": "One?", "longest": 3}, {"q": "Two?", "longest": 200}])
+    config = DataConfig(column="q", max_new_tokens_column="longest")
+    found = load_prompts(config, tiny_tokenizer, 100, rows).prompts
+    assert [prompt.max_new_tokens for prompt in found] == [3, 200]
+    save_prompts(tmp_path / "prompts.jsonl", found)
+    assert read_prompts(tmp_path / "prompts.jsonl") == found
+
+
+@pytest.mark.parametrize("longest", [0, -1, None, 2.5, "9", True])
+def test_a_bound_that_is_no_number_of_tokens_is_named(tiny_tokenizer: PreTrainedTokenizerFast, longest: object) -> None:
+    config = DataConfig(column="q", max_new_tokens_column="longest")
+    with pytest.raises(DataError, match=rf"row 0 of .*'longest' is {longest!r}; expected the tokens"):
+        load_prompts(config, tiny_tokenizer, 100, [{"q": "One?", "longest": longest}])
+
+
 def test_a_missing_column_says_which_columns_there_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"message": "Hi", "id": 1}]
     expected = r"no column 'messages' \(did you mean 'message'\?\); it has 'message', 'id': set data\.column"

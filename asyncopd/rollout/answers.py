@@ -88,11 +88,11 @@ class AnswerSampler:
         taken = {answer.request.uid for answer in in_flight}
         for request in requests:
             check_version(request, version)
-            longest = len(request.prompt_ids) + self.sampling.max_new_tokens
+            longest = len(request.prompt_ids) + self.max_new_tokens(request)
             if not request.prompt_ids or longest > max_context:
                 raise RequestRefusedError(
                     f"{request.uid}: {len(request.prompt_ids)} prompt tokens and up to "
-                    f"{self.sampling.max_new_tokens} new ones; expected at least one prompt token and at most "
+                    f"{self.max_new_tokens(request)} new ones; expected at least one prompt token and at most "
                     f"{max_context} in all: leave the prompt out or lower sampling.max_new_tokens"
                 )
             if max(request.prompt_ids) >= self.vocabulary:
@@ -162,7 +162,12 @@ class AnswerSampler:
         """Why the answer has ended; None if it has not."""
         if answer.tokens[-1] in self.end_ids:
             return "eos"
-        return "length" if len(answer.tokens) == self.sampling.max_new_tokens else None
+        return "length" if len(answer.tokens) == self.max_new_tokens(answer.request) else None
+
+    def max_new_tokens(self, request: RolloutRequest) -> int:
+        """Tokens of the longest answer to a request."""
+        longest = self.sampling.max_new_tokens
+        return longest if request.max_new_tokens is None else min(longest, request.max_new_tokens)
 
     def rollout(self, answer: Answer, finish: FinishReason) -> Rollout:
         """An answer that has ended, as it travels on."""

@@ -181,6 +181,7 @@ class RolloutWorker:
                 prompt_ids=self.prompts[sample.prompt_index].token_ids,
                 min_version=sample.min_version,
                 exact_version=sample.exact_version,
+                max_new_tokens=self.prompts[sample.prompt_index].max_new_tokens,
             )
             for sample in lease.samples
         ]

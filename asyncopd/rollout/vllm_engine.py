@@ -162,7 +162,7 @@ class VllmEngine:
 
     def _begin(self, answer: Answer) -> None:
         uid = answer.request.uid
-        self._add(uid, answer.request.prompt_ids, self._sampler.sampling.max_new_tokens, {"uid": uid})
+        self._add(uid, answer.request.prompt_ids, self._sampler.max_new_tokens(answer.request), {"uid": uid})
         self._answers[uid] = answer
 
     def _add(self, uid: str, prompt_ids: Sequence[int], tokens: int, asked: dict[str, object]) -> None:

@@ -166,7 +166,7 @@ class VllmServerEngine:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "min_tokens": sampling.min_new_tokens,
-            "max_tokens": sampling.max_new_tokens,
+            "max_tokens": self._sampler.max_new_tokens(answer.request),
             "seed": int(position_uniforms(self._run_seed, uid, 0, "server", 1)[0] * _SEEDS),
             "logprobs": 0,
         }

@@ -1,6 +1,7 @@
 """The transformers engine on tiny models, against one-by-one generation and naive forwards."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,15 @@ def test_finished_rows_leave_the_batch_at_once(tiny_llama_dir: Path) -> None:
         ended = running.step()
         assert running.in_flight == before - len(ended)
         assert running._running is None or running._running.cache.rows == running.in_flight
+
+
+def test_a_request_may_end_its_answer_earlier_and_never_later(tiny_llama_dir: Path) -> None:
+    running = engine(tiny_llama_dir, sampling=SamplingConfig(max_new_tokens=6, min_new_tokens=6))
+    bounds = {"s0": 2, "s1": 40, "s2": None}
+    wanted = [replace(each, max_new_tokens=bounds[each.uid]) for each in requests(3)]
+    done = generate(running, wanted)
+    assert {uid: len(each.response_ids_T) for uid, each in done.items()} == {"s0": 2, "s1": 6, "s2": 6}
+    assert {each.finish for each in done.values()} == {"length"}
 
 
 def test_padding_that_all_rows_share_is_dropped(tiny_llama_dir: Path) -> None:
