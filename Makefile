@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 SOURCES := asyncopd teacher_cache recipes tests
 
-.PHONY: help demo lab lab-smoke test test-slow test-vllm check format clean
+.PHONY: help demo lab lab-smollm2 lab-smoke test test-slow test-vllm check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,9 @@ demo: $(STAMP)
 
 lab: $(STAMP)
 	$(PY) recipes/lab/run_lab.py
+
+lab-smollm2: $(STAMP)
+	$(PY) recipes/lab/run_lab.py --smollm2
 
 lab-smoke: $(STAMP)
 	$(PY) recipes/lab/run_lab.py --smoke

@@ -21,13 +21,16 @@ from asyncopd.learner.step import LearnerConfig
 from asyncopd.objectives import ObjectiveConfig
 from asyncopd.prompts import DataConfig
 from asyncopd.queue.plan import QueueConfig
+from asyncopd.recipe import Recipe
 from asyncopd.rollout.pool import RolloutConfig
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.scoring import TeacherConfig
 
 DATA = Path(__file__).parent / "data"
 
-if __name__ == "__main__":
+
+def recipe() -> Recipe:
+    """The demo's run; the models are made where they are not there yet."""
     config = RunConfig(
         recipe="smollm2-laptop",
         steps=80,
@@ -41,4 +44,8 @@ if __name__ == "__main__":
         checkpoint=CheckpointConfig(every=20),
         evaluation=EvaluationConfig(prompts=40),
     )
-    sys.exit(recipe_main(config, description=__doc__))
+    return Recipe(config=config)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main(recipe(), description=__doc__))

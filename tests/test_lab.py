@@ -18,6 +18,7 @@ sys.path.insert(0, str(LAB))
 
 import addition  # noqa: E402  the recipe's neighbour
 import findings  # noqa: E402
+import run_lab  # noqa: E402
 
 
 def test_the_scratchpad_adds_column_by_column_and_ends_with_the_sum() -> None:
@@ -59,9 +60,13 @@ def test_the_shipped_models_are_small() -> None:
 
 
 def test_every_sweep_of_the_lab_can_be_run() -> None:
-    counts = {path.stem: len(read_sweep(path).runs) for path in (LAB / "sweeps").glob("*.yaml")}
-    assert counts.keys() == {"directions", "corrections", "designs", "past", "throughput", "rates"}
-    assert all(count >= 9 for count in counts.values())
+    assert {path.stem for path in (LAB / "sweeps").glob("*.yaml")} == {*run_lab.SWEEPS, *run_lab.SMOLLM2}
+    assert all(len(read_sweep(LAB / "sweeps" / f"{name}.yaml").runs) >= 9 for name in run_lab.SWEEPS)
+
+
+@pytest.mark.slow
+def test_every_sweep_of_smollm2_can_be_run() -> None:
+    assert all(len(read_sweep(LAB / "sweeps" / f"{name}.yaml").runs) >= 12 for name in run_lab.SMOLLM2)
 
 
 def test_an_interval_over_seeds_is_students_t() -> None:

@@ -23,7 +23,9 @@ from asyncopd.sweep.wandb_sweep import wandb_yaml
 from tests.conftest import make_tiny_llama, save_checkpoint
 from tests.tiny_run import ROOT, tiny_config
 
-TIMES = {"wall_s", "cpu_s", "tokens_per_s", "busy_rollout", "busy_teacher", "busy_learner", "overlap", "restarts"}
+STAGES = ("rollout", "teacher", "learner")
+TIMES = {"wall_s", "cpu_s", "tokens_per_s", "overlap", "restarts"}
+TIMES |= {f"{what}_{stage}" for what in ("busy", "cpu") for stage in STAGES}
 """Columns of the table that no two runs have alike."""
 RECIPE = """
 from pathlib import Path

@@ -35,7 +35,7 @@ from asyncopd.recipe import Recipe
 from asyncopd.run_folder import RunFolder
 from asyncopd.sweep.forked_workers import ForkedWorkers, close_all_but
 from asyncopd.sweep.row import result_row
-from asyncopd.sweep.spec import Sweep, SweepRun
+from asyncopd.sweep.spec import SEED, Sweep, SweepRun
 from asyncopd.workers import cores, worker_specs
 
 RESULT, FAILURE = "result.json", "failure.json"
@@ -68,14 +68,14 @@ def run_sweep(
     retry: bool = False,
     on_result: Callable[[SweepRun, dict[str, Any]], None] | None = None,
 ) -> Outcome:
-    """Run what is not done yet; a run that fails is reported and the others go on.
+    """Run what is not done yet, one seed of every point before the next; a run that fails is reported, others go on.
 
     jobs        runs side by side; 0 takes the sweep's own number
     retry       run those again that failed before
     on_result   called with each run that ends, and its row
     """
     outcome, waiting = Outcome(), []
-    for each in sweep.runs:
+    for each in sorted(sweep.runs, key=lambda each: each.point[SEED]):
         known = read_result(each)
         if known is None or (retry and known["status"] == "failed"):
             waiting.append(each)

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,15 @@ def _contents(path: str | None) -> str | None:
     if path is None or not Path(path).exists():
         return path
     at = Path(path)
+    files = [at] if at.is_file() else sorted((*at.glob("*.safetensors"), *at.glob("config.json")))
+    return _digest(tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@cache
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Of some files, which are read once for all runs of a sweep."""
     digest = hashlib.sha256()
-    for file in [at] if at.is_file() else sorted((*at.glob("*.safetensors"), *at.glob("config.json"))):
+    for file, _, _ in files:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()

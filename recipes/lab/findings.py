@@ -47,9 +47,9 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean=float(found.mean()), half=float(half), seeds=len(found))
 
 
-def table(name: str) -> list[Row]:
+def table(name: str, folder: Path | None = None) -> list[Row]:
     """The rows of a sweep, with the lag as a number; a run that failed has no figures, one that was not run no row."""
-    rows = read(Path(os.environ.get(TABLES, RESULTS)) / f"{name}.csv")
+    rows = read((folder or Path(os.environ.get(TABLES, RESULTS))) / f"{name}.csv")
     rows = [row for row in rows if row["status"] != "missing"]
     for row in rows:
         row["lag"] = _lag(str(row.get("mode", "")))
@@ -80,6 +80,20 @@ def by(rows: list[Row], keys: Sequence[str], column: str) -> dict[tuple[str | fl
         value = row.get(column, "")
         groups.setdefault(tuple(row[key] for key in keys), []).append(value if isinstance(value, float) else math.nan)
     return {key: interval(values) for key, values in groups.items()}
+
+
+def gain_kept(rows: list[Row]) -> list[Row]:
+    """What each run kept of its method's on-policy gain, seed by seed: (KL before - after) over the same at lag 0."""
+    gains = {
+        (row["method"], row["seed"], row["lag"]): float(row["reverse_kl_before"]) - float(row["reverse_kl_after"])
+        for row in rows
+        if row["status"] == "done"
+    }
+    return [
+        {"method": method, "seed": seed, "lag": lag, "kept": gain / gains[method, seed, 0.0]}
+        for (method, seed, lag), gain in gains.items()
+        if (method, seed, 0.0) in gains
+    ]
 
 
 def against_lag(axis: Axes, rows: list[Row], column: str, label: str) -> None:

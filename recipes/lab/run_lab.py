@@ -1,6 +1,7 @@
 """The whole lab again: every sweep, its table in ``docs/results``, and the notebooks with their figures.
 
 make lab          # python recipes/lab/run_lab.py
+make lab-smollm2  # python recipes/lab/run_lab.py --smollm2: the sweeps of SmolLM2, and the notebooks
 make lab-smoke    # python recipes/lab/run_lab.py --smoke: two steps of one seed, into a folder that is thrown away
 """
 
@@ -16,7 +17,10 @@ from nbclient import NotebookClient
 
 LAB = Path(__file__).parent
 ROOT = LAB.parent.parent
-SWEEPS = ("rates", "directions", "corrections", "designs", "past", "throughput")
+SWEEPS = ("past", "directions", "corrections", "designs", "rates", "throughput")
+SMOLLM2 = ("smollm2", "smollm2_throughput")
+SMOKE = {"past": ["mode=sync"], "directions": ["mode=sync"], "corrections": ["mode=sync"], "throughput": ["way=sync"]}
+"""What the smoke form runs of some sweeps."""
 NOTEBOOKS = (
     "02_kl_direction_under_staleness",
     "03_corrections_under_staleness",
@@ -45,17 +49,17 @@ def execute(name: str) -> None:
 def main() -> int:
     """Run it, and say how long it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", action="store_true", help="the sweeps of SmolLM2 in place of the lab's")
     parser.add_argument("--smoke", action="store_true", help="two steps of one seed of every method, on-policy")
     parser.add_argument("--out", type=Path, help="folder that keeps the tables of the smoke form")
     began, asked = time.monotonic(), parser.parse_args()
     if asked.smoke:
         with tempfile.TemporaryDirectory() as folder:
             for name in SWEEPS:
-                only = [] if name in ("rates", "designs") else ["mode=sync"]
                 out = str(asked.out or folder)
-                sweep(name, "seed=0", *only, "--out", out, "--set", "steps=2", f"runs_dir={folder}")
+                sweep(name, "seed=0", *SMOKE.get(name, []), "--out", out, "--set", "steps=2", f"runs_dir={folder}")
     else:
-        for name in SWEEPS:
+        for name in SMOLLM2 if asked.smollm2 else SWEEPS:
             sweep(name, "--out", str(ROOT / "docs" / "results"))
         for name in NOTEBOOKS:
             execute(name)
