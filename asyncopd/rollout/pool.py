@@ -212,9 +212,12 @@ class RolloutWorker:
             while self.engine.in_flight > 0 and time.monotonic() < until:
                 span.add(tokens=self.engine.in_flight)
                 self.stage.beat()
-                for rollout in self.engine.step():
+                ended = self.engine.step()
+                for rollout in ended:
                     self._put(rollout)
                     span.add(samples=1)
+                if ended:
+                    self.stage.hand_on()
                 if not self.pinned and time.monotonic() - self._looked > _LOOK_S:
                     self._look()
         self._heartbeat()
@@ -236,7 +239,6 @@ class RolloutWorker:
             )
         except StaleLeaseError:
             self.stage.log.warning("the lease on %s ended while it was generated; another worker has it", rollout.uid)
-        self.stage.hand_on()
 
     def _heartbeat(self) -> None:
         """Extend the leases in flight, because tokens were decoded; forget answers whose lease is gone."""
