@@ -19,7 +19,8 @@ from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.types import Prompt, Rollout, RolloutRequest
 from teacher_cache.causal_head import CausalHead
 from teacher_cache.causal_scorer import CausalModel
-from teacher_cache.logit_rows import LogitRows
+from teacher_cache.dense import FULL, dense_logprobs
+from teacher_cache.scorer import Scorer, ScoreRequest
 
 EVALUATION_SEED = 20_011
 """Seeds the answers of every evaluation, so that before and after differ by the weights and not by luck."""
@@ -81,6 +82,13 @@ class HeldOut:
     samples: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedTeacher:
+    """A teacher that is not run in this process: ``scorer`` is asked for its distributions, at its own temperature."""
+
+    scorer: Scorer
+
+
 def held_out_kl(
     student: PreTrainedModel | Path | str,
     teacher: PreTrainedModel | Path | str,
@@ -122,7 +130,7 @@ def held_out_kl(
 
 def held_out_steps(
     student: PreTrainedModel,
-    teacher: CausalModel,
+    teacher: CausalModel | AskedTeacher,
     prompts: Sequence[Prompt],
     sampling: SamplingConfig,
     *,
@@ -160,12 +168,16 @@ def held_out_steps(
             version=0,
         )
         rollouts = yield from _answers(engine, prompts, batch)
-        models = CausalHead(student, vocabulary), teacher
+        head = CausalHead(student, vocabulary)
         sums_N2 = torch.zeros((len(rollouts), 2), dtype=torch.float64)
         by_length = sorted(range(len(rollouts)), key=lambda index: len(_tokens(rollouts[index])))
         for first in range(0, len(rollouts), batch):
             indices = by_length[first : first + batch]
-            sums_N2[indices] = yield from _summed_kl(models, [rollouts[index] for index in indices], temperature)
+            chosen = [rollouts[index] for index in indices]
+            if isinstance(teacher, AskedTeacher):
+                sums_N2[indices] = yield from _asked_kl(head, teacher.scorer, chosen, temperature)
+            else:
+                sums_N2[indices] = yield from _summed_kl((head, teacher), chosen, temperature)
     finally:
         student.train(training)
     lengths_N = torch.tensor([len(rollout.response_ids_T) for rollout in rollouts], dtype=torch.float64)
@@ -227,31 +239,63 @@ def _summed_kl(
     """Reverse and forward KL (nats) of each answer, summed over its tokens: float64 [N, 2]."""
     hidden = []
     for model in models:
-        states_NLH = model.hidden([_tokens(rollout) for rollout in rollouts])
-        # The state after token i gives the distribution of token i + 1.
-        hidden.append(
-            torch.cat(
-                [
-                    states_LH[len(rollout.prompt_ids) - 1 : len(_tokens(rollout))]
-                    for states_LH, rollout in zip(states_NLH, rollouts, strict=True)
-                ]
-            )
-        )
+        hidden.append(_states(model, rollouts))
         yield
     per_token = []
     rows = [model.distributions(states_RH, temperature) for model, states_RH in zip(models, hidden, strict=True)]
     for student, teacher in zip(*rows, strict=True):
-        per_token.append(_both_kl(student, teacher))
+        # The teacher may be on another device.
+        log_q_RV, q_RV = (each.to(student.probs_RV.device) for each in (teacher.all(), teacher.probs_RV))
+        per_token.append(_both_kl(student.all(), student.probs_RV, log_q_RV, q_RV))
         yield
     lengths = [len(rollout.response_ids_T) for rollout in rollouts]
     return torch.stack([answer_T2.sum(0) for answer_T2 in torch.cat(per_token).split(lengths)])
 
 
-def _both_kl(student: LogitRows, teacher: LogitRows) -> Tensor:
+def _asked_kl(
+    student: CausalModel, scorer: Scorer, rollouts: Sequence[Rollout], temperature: float
+) -> Generator[None, None, Tensor]:
+    """As ``_summed_kl``, of a teacher whose distributions are asked for piece by piece."""
+    states_RH = _states(student, rollouts)
+    sums = []
+    for rollout, states_TH in zip(
+        rollouts, states_RH.split([len(each.response_ids_T) for each in rollouts]), strict=True
+    ):
+        request = ScoreRequest(
+            uid=rollout.uid,
+            prompt_ids=rollout.prompt_ids,
+            response_ids_T=rollout.response_ids_T,
+            candidates=None,
+            draw=FULL,
+            run_seed=0,
+        )
+        total_2 = torch.zeros(2, dtype=torch.float64)
+        for first, log_q_tV in dense_logprobs(scorer, request, vocabulary=student.vocabulary):
+            done = 0
+            for rows in student.distributions(states_TH[first : first + len(log_q_tV)], temperature):
+                log_q_RV = log_q_tV[done : done + len(rows.probs_RV)].to(rows.probs_RV.device)
+                total_2 += _both_kl(rows.all(), rows.probs_RV, log_q_RV, log_q_RV.exp()).sum(0)
+                done += len(log_q_RV)
+            yield
+        sums.append(total_2)
+    return torch.stack(sums)
+
+
+def _states(model: CausalModel, rollouts: Sequence[Rollout]) -> Tensor:
+    """The states that give the distributions of the response tokens, one answer after the other: [R, H]."""
+    states_NLH = model.hidden([_tokens(rollout) for rollout in rollouts])
+    # The state after token i gives the distribution of token i + 1.
+    return torch.cat(
+        [
+            states_LH[len(rollout.prompt_ids) - 1 : len(_tokens(rollout))]
+            for states_LH, rollout in zip(states_NLH, rollouts, strict=True)
+        ]
+    )
+
+
+def _both_kl(log_p_RV: Tensor, p_RV: Tensor, log_q_RV: Tensor, q_RV: Tensor) -> Tensor:
     """Reverse and forward KL (nats) at some positions: float64 [R, 2]."""
-    # The teacher may be on another device.
-    device = student.probs_RV.device
-    apart_RV = student.all() - teacher.all().to(device)
-    reverse_R = torch.linalg.vecdot(student.probs_RV, apart_RV)
-    forward_R = -torch.linalg.vecdot(teacher.probs_RV.to(device), apart_RV)
+    apart_RV = log_p_RV - log_q_RV
+    reverse_R = torch.linalg.vecdot(p_RV, apart_RV)
+    forward_R = -torch.linalg.vecdot(q_RV, apart_RV)
     return torch.stack([reverse_R, forward_R], dim=1).double().cpu()

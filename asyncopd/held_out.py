@@ -16,7 +16,7 @@ import cattrs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncopd.evaluation import HeldOut, held_out_steps
+from asyncopd.evaluation import AskedTeacher, HeldOut, held_out_steps
 from asyncopd.learner.step import DTYPES
 from asyncopd.prompts import read_prompts
 from asyncopd.publish import WeightPublisher
@@ -28,23 +28,29 @@ from asyncopd.teachers import device
 from asyncopd.tracking.trackers import RunTracking
 from teacher_cache.causal_scorer import CausalModel
 
+MOST_ASKED_GB = 8
+"""Gigabytes that an evaluation may ask of a teacher behind services, at most."""
+_BYTES = 4
 SLICE_S = 0.2
 """Seconds of evaluation before the stage looks for answers to score again."""
 
 
 class HeldOutFiles:
-    """The figures of a run that have been found, one file a policy version, and which are still to be found."""
+    """The figures of a run that have been found, one file a policy version, and which are still to be found.
+
+    none_because   why there will be none although there are held-out prompts, and what to do; else None
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._run_dir = folder.path
-        self._config = config = folder.config()
-        # Needs prompts, and a teacher that can be run where answers are scored.
-        self._enabled = bool(read_prompts(folder.held_out_path)) and config.teacher.weights_are_here
+        self._config = folder.config()
+        self._prompts = len(read_prompts(folder.held_out_path))
+        self.none_because = _none_because(folder, self._prompts)
 
     def waiting(self, published: Iterable[int]) -> list[int]:
         """Those of the published versions that are to be evaluated and have no figures yet."""
         due, steps = self._config.evaluation.due, self._config.steps
-        if not self._enabled:
+        if not self._prompts or self.none_because is not None:
             return []
         return [v for v in published if due(v, steps) and not (self._run_dir / _path(v)).exists()]
 
@@ -71,14 +77,14 @@ class HeldOutFiles:
 class HeldOutWorker:
     """Evaluates published versions in slices of ``SLICE_S``, in the scoring stage's process and thread.
 
-    teacher     gives what runs the teacher; asked once something is due
+    teacher     gives the teacher; asked once something is due
     """
 
     stage: Stage
     folder: RunFolder
     files: HeldOutFiles
     weights: WeightPublisher
-    teacher: Callable[[], CausalModel]
+    teacher: Callable[[], CausalModel | AskedTeacher]
     _steps: Generator[None, None, HeldOut] | None = None
     _version: int = -1
 
@@ -158,6 +164,27 @@ def _every_core() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _none_because(folder: RunFolder, prompts: int) -> str | None:
+    config = folder.config()
+    teacher = config.teacher
+    if not prompts or teacher.weights_are_here:
+        return None
+    if not teacher.urls or teacher.scorer in ("openai", "scripted"):
+        return (
+            f"teacher.scorer {teacher.scorer} gives no whole distributions, and the teacher's weights are not here; "
+            "set teacher.model to their folder"
+        )
+    longest = config.evaluation.max_new_tokens or config.rollout.sampling.max_new_tokens
+    asked_gb = prompts * longest * folder.token_ids().vocabulary * _BYTES / 1e9
+    if asked_gb > MOST_ASKED_GB:
+        return (
+            f"an evaluation would ask up to {asked_gb:.1f} GB of distributions of the teacher's services, more than "
+            f"{MOST_ASKED_GB}; lower evaluation.prompts or evaluation.max_new_tokens, or set teacher.model to the "
+            "folder of the teacher's weights"
+        )
+    return None
 
 
 def _path(version: int) -> str:

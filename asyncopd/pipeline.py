@@ -289,14 +289,15 @@ class _Run:
         )
         # Before the folder is unlocked: nothing of a run that failed may be written into the one that resumes it.
         self.cleanup.callback(commits.close)
+        files = HeldOutFiles(self.folder)
+        if files.none_because is not None:
+            LOG.warning("no held-out figures: %s", files.none_because)
         held_out = HeldOutCollector(
-            files=HeldOutFiles(self.folder),
+            files=files,
             tracking=tracking,
             told=self.callbacks.on_evaluation,
             logged={evaluation.policy_version for evaluation in read_evaluations(path)},
         )
-        if not config.teacher.weights_are_here:
-            LOG.warning("no held-out figures: the teacher's weights are not here; set teacher.model to their folder")
 
         def wake() -> None:
             ring(path, "learner")

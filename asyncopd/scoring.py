@@ -147,7 +147,7 @@ class TeacherConfig:
 
     @property
     def weights_are_here(self) -> bool:
-        """Whether ``model`` can be loaded in this process, as held-out figures need."""
+        """Whether ``model`` can be loaded in this process."""
         return self.scorer != "scripted" and (not self.urls or (self.model / "config.json").is_file())
 
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
+from asyncopd.evaluation import AskedTeacher
 from asyncopd.objectives import build_objective
 from asyncopd.run_folder import TokenIds
 from asyncopd.scoring import DEFAULT
@@ -43,12 +44,16 @@ def build_scorer(config: RunConfig, ids: TokenIds, beat: Callable[[], None], cou
     return RoutedScorer(teachers) if len(teachers) > 1 else teachers[DEFAULT]
 
 
-def running_teacher(config: RunConfig, ids: TokenIds, scorer: Scorer) -> CausalModel:
-    """What runs the teacher "default" in this process: what ``scorer`` runs, or where it asks services a copy."""
+def compared_teacher(config: RunConfig, ids: TokenIds, scorer: Scorer) -> CausalModel | AskedTeacher:
+    """The teacher "default" as held-out figures need it: what ``scorer`` runs; where it asks services a copy of theirs
+    in this process, or without its weights here the services themselves, past the cache.
+    """
     if isinstance(scorer, RoutedScorer):
         scorer = scorer.teachers[DEFAULT]
     if isinstance(scorer, CachedScorer):
         scorer = scorer.behind()
+    if isinstance(scorer, TeacherClient) and not config.teacher.weights_are_here:
+        return AskedTeacher(scorer=scorer)
     if not isinstance(scorer, CausalScorer):
         scorer = _local(config, config.teacher.model).load(ids.vocabulary)
     return scorer.model

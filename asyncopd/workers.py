@@ -23,7 +23,7 @@ from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import ScoringWorker
 from asyncopd.stage import Stage
 from asyncopd.supervisor import WorkerSpec
-from asyncopd.teachers import build_scorer, device, running_teacher
+from asyncopd.teachers import build_scorer, compared_teacher, device
 from teacher_cache.cached_scorer import CacheCounts
 
 
@@ -119,7 +119,7 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
             folder=folder,
             files=HeldOutFiles(folder),
             weights=WeightStore(folder.path),
-            teacher=lambda: running_teacher(config, ids, scorer),
+            teacher=lambda: compared_teacher(config, ids, scorer),
         ),
         cache=cache if config.teacher.cache is not None else None,
         teachers={prompt.index: prompt.teacher for prompt in read_prompts(folder.prompts_path)}

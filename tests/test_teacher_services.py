@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncopd import pipeline
+from asyncopd import held_out, pipeline
 from asyncopd.config import RunConfig, from_yaml, to_yaml
 from asyncopd.errors import ConfigError
 from asyncopd.interface import RunResult
@@ -65,7 +65,26 @@ def test_a_run_whose_teacher_is_a_service_has_the_losses_of_one_that_loads_it(
         assert service.service._batcher is not None
         assert service.service._batcher.scored_tokens > 0
     assert losses(there) == pytest.approx(losses(here), abs=1e-5)
-    assert there.before is None
+    for away_found, found in ((there.before, here.before), (there.after, here.after)):
+        assert away_found is not None
+        assert found is not None
+        assert away_found.samples == found.samples
+        assert away_found.reverse_kl.mean == pytest.approx(found.reverse_kl.mean, abs=1e-5)
+        assert away_found.forward_kl.mean == pytest.approx(found.forward_kl.mean, abs=1e-5)
+        assert away_found.reverse_kl.ci95 == pytest.approx(found.reverse_kl.ci95, abs=1e-5)
+
+
+def test_held_out_figures_that_would_ask_too_much_of_a_service_are_left_out_and_said(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    monkeypatch.setattr(held_out, "MOST_ASKED_GB", 1e-6)
+    with served(models[0]) as service:
+        config = with_teacher(tiny_config(tmp_path, *models), urls=(service.url,), model=Path("nowhere"))
+        result = pipeline.run(config)
+    assert (len(losses(result)), result.before) == (2, None)
+    assert "no held-out figures: an evaluation would ask up to 0.0 GB" in caplog.text
+    assert "lower evaluation.prompts" in caplog.text
 
 
 @pytest.mark.slow
