@@ -37,6 +37,7 @@ LEAST_LOGPROB = -9999.0
 _PROBE = "Fünf plus seven is 12,\n\tisn't it?"
 _SLACK = 1e-3
 _AT_ONCE = 8
+_FAILURES = 3
 _TELL_S = 1.0
 
 Result = TeacherRecord | ScoringError
@@ -86,6 +87,7 @@ class PromptLogprobsScorer:
         self._config = config or ClientConfig()
         self._design = parse_design(expected.draw) if expected.draw else None
         self._vocabulary = len(tokenizer)
+        self._probe_ids: list[int] = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         self._while_waiting = while_waiting
         self._replicas = Replicas([Replica(url.rstrip("/")) for url in urls])
         self._choosing = threading.Lock()
@@ -152,7 +154,11 @@ class PromptLogprobsScorer:
         }
 
     def _ask(self, path: str, body: dict[str, Any], deadline: float) -> httpx.Response:
-        """The first answer of any replica that is neither a failure that may pass nor a refusal of every call."""
+        """The first answer of any replica that is neither a failure that may pass nor a refusal of every call.
+
+        A failure counts as the answer once it has come ``_FAILURES`` times from servers that answer something else.
+        """
+        failures = 0
         while True:
             with self._choosing:
                 replica = self._replicas.pick()
@@ -175,13 +181,24 @@ class PromptLogprobsScorer:
             finally:
                 with self._choosing:
                     replica.load -= 1
-            if answer.status_code == 429 or answer.status_code >= 500:
+            failures += answer.status_code >= 500
+            may_pass = answer.status_code == 429 or answer.status_code >= 500
+            if may_pass and not (failures >= _FAILURES and self._works(replica)):
                 replica.failed(f"status {answer.status_code}")
                 continue
             replica.answered()
             if answer.status_code in (401, 403, 404):
                 raise ServiceError(f"{replica.url} refuses the call ({answer.status_code}): {_message(answer)}")
             return answer
+
+    def _works(self, replica: Replica) -> bool:
+        """Whether a server scores the probe that it scored in the handshake."""
+        name, length = self._models[replica.url]
+        question = self._question(self._probe_ids[: length - 1])
+        try:
+            return self._http.post(f"{replica.url}/v1/completions", json={**question, "model": name}).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def _shake(self, replica: Replica, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
         """Name and context length of the model that a server serves, once it has shown that it can do its part."""
@@ -191,7 +208,7 @@ class PromptLogprobsScorer:
                 f"{replica.url} serves {[each['id'] for each in served]}; expected one model: start a server for each"
             )
         name, length = str(served[0]["id"]), int(served[0]["max_model_len"])
-        ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        ids = self._probe_ids
         asked = {"model": name, "prompt": _PROBE, "add_special_tokens": False}
         theirs = self._told(replica, "/tokenize", asked)["tokens"]
         if theirs != ids:

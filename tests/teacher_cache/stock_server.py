@@ -29,6 +29,7 @@ class StockServer:
     """Serves one model of the tiny vocabulary on a real port.
 
     damage   what becomes of the ``prompt_logprobs`` of an answer; the handshake's stay whole
+    fails    tokens on which a completion ends with the status 500
     refuses  statuses that the next calls for a completion are answered with
     """
 
@@ -39,11 +40,13 @@ class StockServer:
         models: tuple[str, ...] = ("teacher",),
         context: int = 64,
         damage: Callable[[list[Any]], None] = lambda rows: None,
+        fails: Callable[[list[int]], bool] = lambda ids: False,
     ) -> None:
         self._tokenizer = tokenizer
         self._models = models
         self._context = context
         self._damage = damage
+        self._fails = fails
         self.refuses: list[int] = []
         self.asked: list[dict[str, Any]] = []
         app = Starlette(
@@ -85,6 +88,8 @@ class StockServer:
         self.asked.append(asked)
         if self.refuses:
             return JSONResponse({"error": {"message": "no"}}, status_code=self.refuses.pop())
+        if self._fails(asked["prompt"]):
+            return JSONResponse({"error": {"message": "broken on this"}}, status_code=500)
         if asked["prompt_logprobs"] > MAX_LOGPROBS:
             message = f"Requested prompt logprobs of {asked['prompt_logprobs']}, above {MAX_LOGPROBS}"
             return JSONResponse({"error": {"message": message}}, status_code=400)

@@ -177,6 +177,30 @@ def test_a_request_that_is_refused_costs_no_other(tiny_tokenizer: PreTrainedToke
     assert "the server refuses it (400)" in str(refused)
 
 
+def test_an_answer_on_which_a_server_always_fails_costs_that_answer_alone(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    good, bad = request(3, 4, draw="top_k(5)"), request(3, 5, draw="top_k(5)")
+    broken = [*bad.prompt_ids, *bad.response_ids_T.tolist()]
+    with StockServer(tiny_tokenizer, fails=lambda ids: ids == broken) as server, connect(server.url) as scorer:
+        scored, failed, again = scorer.score([good, bad, good])
+    assert isinstance(scored, TeacherRecord)
+    assert isinstance(again, TeacherRecord)
+    assert "the server refuses it (500)" in str(failed)
+    assert "broken on this" in str(failed)
+
+
+def test_a_server_that_fails_on_everything_ends_the_call(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    broken: list[bool] = []
+    with (
+        StockServer(tiny_tokenizer, fails=lambda ids: bool(broken)) as server,
+        connect(server.url, deadline_s=2.0) as scorer,
+    ):
+        broken.append(True)
+        with pytest.raises(ServiceError, match=r"no server answered within 2 s .*status 500"):
+            scorer.score([request(3, 4, draw="top_k(5)")])
+
+
 def test_failures_that_may_pass_are_tried_again_and_one_that_may_not_ends_the_call(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
