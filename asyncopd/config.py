@@ -15,6 +15,7 @@ from asyncopd.learner.checkpoint import CheckpointConfig
 from asyncopd.learner.step import LearnerConfig
 from asyncopd.objectives import ObjectiveConfig
 from asyncopd.prompts import DataConfig
+from asyncopd.publish.config import PublishConfig
 from asyncopd.queue.plan import QueueConfig
 from asyncopd.rollout.pool import RolloutConfig
 from asyncopd.scoring import TeacherConfig
@@ -45,6 +46,7 @@ class RunConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -55,3 +55,7 @@ class RequestRefusedError(RolloutError):
 
 class WeightsMismatchError(AsyncOPDError):
     """The engine's logprobs under published weights are not the learner's: an update did not arrive whole."""
+
+
+class TransferError(AsyncOPDError):
+    """A transfer of weights broke off; an engine that was in the middle of it holds two versions by halves."""

@@ -33,6 +33,7 @@ from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
 from asyncopd.publish import WeightStore, take_part
 from asyncopd.publish.probe import ProbeText
+from asyncopd.publishing import open_publisher
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
@@ -131,7 +132,7 @@ class _Run:
         if not self.main:
             # Rank 0 decides when to stop and tells the others with the next batch; a second Ctrl-C ends every rank.
             with StopRequest():
-                if start not in WeightStore(folder.path).versions():
+                if config.publish.backend != "file" or start not in WeightStore(folder.path).versions():
                     take_part(learner.weights(), DTYPES[config.rollout.dtype])
                 version = self._loop(checks, learner, tracer, None).run(start)
                 self.accelerator.wait_for_everyone()
@@ -278,7 +279,7 @@ class _Run:
         config, path = self.config, self.folder.path
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
-        publisher = WeightStore(path, DTYPES[config.rollout.dtype])
+        publisher = self.cleanup.enter_context(open_publisher(config, path, self.accelerator.device))
         commits = Commits(
             self.folder.ledger_path,
             publisher,

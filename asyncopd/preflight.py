@@ -14,6 +14,7 @@ from asyncopd.interface import Inputs
 from asyncopd.objectives import Objective, build_objective
 from asyncopd.prompts import PromptSet, load_prompts
 from asyncopd.proposal import check_proposal
+from asyncopd.publishing import check_publishing
 from asyncopd.rollout.mixed_engine import TeacherFraction, check_fraction
 from asyncopd.rollout.vllm_config import check_placement, check_servers
 from asyncopd.run_folder import RunFolder, TokenIds
@@ -46,13 +47,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     it; services say by handshake what they are.
     """
     rollout = config.rollout
-    if rollout.engine == "vllm":
-        check_placement(
-            rollout.vllm, rollout.workers, rollout.devices, torch.cuda.is_available(), os.sched_getaffinity(0)
-        )
-    if rollout.engine == "vllm_server":
-        check_servers(rollout.vllm, rollout.workers, rollout_design(config) is not None)
-    check_devices(worker_specs(config), learner_devices())
+    _check_processes(config)
     check_loadable(config)
     student = outline(config.student, "student")
     teacher_path = config.teacher.model if config.teacher.weights_are_here else config.student
@@ -99,6 +94,17 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         objective=objective,
         prompts=prompts,
     )
+
+
+def _check_processes(config: RunConfig) -> None:
+    """ConfigError where the engines cannot be where they are asked to be, or published weights not reach them."""
+    rollout, gpus = config.rollout, torch.cuda.is_available()
+    if rollout.engine == "vllm":
+        check_placement(rollout.vllm, rollout.workers, rollout.devices, gpus, os.sched_getaffinity(0))
+    if rollout.engine == "vllm_server":
+        check_servers(rollout.vllm, rollout.workers, rollout_design(config) is not None)
+    check_publishing(config, gpus)
+    check_devices(worker_specs(config), learner_devices())
 
 
 def _check_evaluation(evaluation: EvaluationConfig, prompts: PromptSet, context: int) -> None:

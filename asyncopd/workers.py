@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from transformers import AutoConfig
@@ -12,7 +13,8 @@ from asyncopd.learner.step import DTYPES
 from asyncopd.objectives import build_objective
 from asyncopd.prompts import read_prompts
 from asyncopd.proposal import ProposalPass
-from asyncopd.publish import WeightStore
+from asyncopd.publish import FileSource, WeightSource, WeightStore
+from asyncopd.publish.transfer_source import ReceivesWeights, TransferSource
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.mixed_engine import MixedEngine, TeacherFraction
 from asyncopd.rollout.pool import RolloutWorker
@@ -70,13 +72,29 @@ def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Rollo
     groups = _core_groups(config)
     if groups:
         os.sched_setaffinity(0, groups[index])
+    engine = _engine(config, folder.token_ids(), index)
     return RolloutWorker(
         stage=stage,
-        engine=_engine(config, folder.token_ids(), index),
-        weights=WeightStore(folder.path),
+        engine=engine,
+        weights=_weight_source(config, stage, engine),
         prompts={prompt.index: prompt for prompt in read_prompts(folder.prompts_path)},
         config=config.rollout,
         pinned=config.lag is not None,
+    )
+
+
+def _weight_source(config: RunConfig, stage: Stage, engine: RolloutEngine) -> WeightSource:
+    store = WeightStore(stage.run_dir)
+    if config.publish.backend == "file":
+        return FileSource(store, engine)
+    return TransferSource(
+        stage.run_dir,
+        store,
+        # The preflight lets only engines come here that can.
+        cast(ReceivesWeights, engine),
+        newest=None if config.lag is not None else lambda: stage.ledger.published_version,
+        deadline_s=config.publish.deadline_s,
+        beat=stage.beat,
     )
 
 
@@ -186,6 +204,7 @@ def _vllm_engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
         dtype=DTYPES[config.rollout.dtype],
         slots=config.rollout.slots,
         config=config.rollout.vllm,
+        transfers=config.publish.backend != "file",
     )
 
 

@@ -71,12 +71,16 @@ def materialised(weight: Tensor | LazyWeight) -> Tensor:
     return (weight.read() if isinstance(weight, LazyWeight) else weight).detach()
 
 
-def snapshot(weights: Weights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+class Snapshot(dict[str, Tensor]):
+    """Weights in host memory, as they are published, that nobody changes any more."""
+
+
+def snapshot(weights: Weights, dtype: torch.dtype | None = None) -> Snapshot:
     """A copy in host memory, the floating-point weights as ``dtype`` (None keeps theirs); the other ranks take part."""
-    return {
-        name: materialised(weights[name]).to("cpu", _stored(weights[name], dtype), copy=True)
+    return Snapshot(
+        (name, materialised(weights[name]).to("cpu", _stored(weights[name], dtype), copy=True))
         for name in _file_order(weights, dtype)
-    }
+    )
 
 
 def take_part(weights: Weights, dtype: torch.dtype | None = None) -> None:

@@ -8,6 +8,7 @@ Versions may skip numbers; a reader takes the newest whole one or the one it was
 import os
 import shutil
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,8 +27,8 @@ class WeightPublisher(Protocol):
     def dtype(self) -> torch.dtype | None:
         """What floating-point weights are stored as; None keeps theirs."""
 
-    def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path:
-        """Make ``version`` durable and visible; returns the folder that an engine loads. Idempotent."""
+    def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path | None:
+        """Make ``version`` visible to the workers; returns the folder of its file, if it has one. Idempotent."""
 
     def probe(self, version: int) -> Probe | None:
         """What an engine must give under ``version``, if that is to be checked."""
@@ -46,6 +47,23 @@ class WeightPublisher(Protocol):
 
     def forget_after(self, version: int) -> None:
         """Delete versions newer than ``version``: they belong to a timeline that was lost."""
+
+
+class LoadsFiles(Protocol):
+    """What a rollout engine must be able to do to follow published files."""
+
+    def load_weights(self, directory: Path, version: int) -> None:
+        """Take the weights published as ``version``."""
+
+
+class WeightSource(Protocol):
+    """Brings policy versions to the engine of a rollout worker."""
+
+    def move_to(self, version: int) -> Probe | None:
+        """Move the engine to ``version``, or to a newer one where that is all the same.
+
+        What the engine must give from then on, if that is to be checked. After an error it must not answer.
+        """
 
 
 class WeightStore:
@@ -116,3 +134,16 @@ class WeightStore:
         doomed = self.root / f".deleting-{version}"
         os.replace(self._path(version), doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """A WeightSource for any engine: it reads the files of ``store``."""
+
+    store: WeightStore
+    engine: LoadsFiles
+
+    def move_to(self, version: int) -> Probe | None:
+        """To the very ``version``; CheckpointError if it is not there."""
+        self.engine.load_weights(self.store.directory(version), version)
+        return self.store.probe(version)

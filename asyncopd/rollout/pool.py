@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncopd.errors import ConfigError, RequestRefusedError, StaleLeaseError
-from asyncopd.publish import WeightPublisher
+from asyncopd.publish import WeightSource
 from asyncopd.queue.ledger import Lease
 from asyncopd.queue.payloads import write_rollout
 from asyncopd.rollout.engine import RolloutEngine
@@ -99,7 +99,7 @@ class RolloutWorker:
 
     stage: Stage
     engine: RolloutEngine
-    weights: WeightPublisher
+    weights: WeightSource
     prompts: Mapping[int, Prompt]
     config: RolloutConfig
     pinned: bool
@@ -165,13 +165,12 @@ class RolloutWorker:
     def _load(self, version: int) -> None:
         self.stage.beat()
         with self.stage.tracer.span("load_weights", version=version):
-            self.engine.load_weights(self.weights.directory(version), version)
+            probe = self.weights.move_to(version)
             if self.config.weights == "abort" and self.engine.in_flight > 0:
                 self.engine.restart(keep_tokens=self.config.on_abort == "continue")
-            probe = self.weights.probe(version)
             found = None if probe is None else self.engine.logprobs(probe.ids)
             if probe is not None and found is not None:
-                probe.check(found, version=version, dtype=self.config.dtype)
+                probe.check(found, version=self.engine.policy_version, dtype=self.config.dtype)
 
     def _submit(self, lease: Lease) -> None:
         """Hand a lease to the engine; a sample that it refuses is quarantined, the others go on."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -24,11 +25,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from asyncopd.errors import RequestRefusedError, RolloutError
+from asyncopd.publish.transfer_group import Rendezvous
+from asyncopd.publish.transfer_publisher import Offer
 from asyncopd.rollout.answers import Answer, AnswerSampler, check_version
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.vllm_config import VllmEngineConfig
 from asyncopd.rollout.vllm_worker import SETTINGS, AnswerProcessor, StepDraws, WorkerExtension
-from asyncopd.rollout.weights import check_shapes, stored_shapes
+from asyncopd.rollout.weights import check_fit, check_shapes, stored_shapes
 from asyncopd.types import Rollout, RolloutRequest
 
 _ENVIRONMENT = {
@@ -47,6 +50,7 @@ class VllmEngine:
 
     model        directory of an HF checkpoint; published weights must have its tensors
     slots        most answers in flight at the same time
+    transfers    whether it will be asked to ``receive_weights``
     vocabulary, eos_token_ids, sampling, run_seed, design, temperature, version   as in TransformersEngine
 
     Prompts are token ids and no text is made. A version's prefix cache is its own: requests carry the number of swaps
@@ -67,6 +71,7 @@ class VllmEngine:
         slots: int = 16,
         config: VllmEngineConfig | None = None,
         version: int = -1,
+        transfers: bool = False,
     ) -> None:
         settings: dict[str, Any] = {
             "vocabulary": vocabulary,
@@ -77,12 +82,13 @@ class VllmEngine:
         }
         self._sampler = AnswerSampler(sampling=sampling, **settings)
         settings["sampling"] = asdict(sampling)
-        self._llm = _start(str(model), _DTYPES[dtype], slots, config or VllmEngineConfig(), settings)
+        self._llm = _start(str(model), _DTYPES[dtype], slots, config or VllmEngineConfig(), settings, transfers)
         self._shapes = stored_shapes(Path(model))
         self._tied: bool = self._llm.model_config.hf_text_config.tie_word_embeddings
         self._max_context: int = self._llm.model_config.max_model_len
         self._version = version
         self._swaps = 0
+        self._met: Rendezvous | None = None
         self._answers: dict[str, Answer] = {}
         self._ended: list[Rollout] = []
         self._llm.collective_rpc("set_version", args=(version,))
@@ -108,9 +114,23 @@ class VllmEngine:
             check_version(answer.request, version)
         check_shapes(Path(directory), self._shapes, tied_head=self._tied)
         self._llm.collective_rpc("load_published", args=(str(directory),))
-        self._llm.collective_rpc("set_version", args=(version,))
-        self._version = version
-        self._swaps += 1
+        self._moved(version)
+
+    def receive_weights(self, offer: Offer) -> None:
+        """Take the weights that the learner offers, otherwise as ``load_weights``.
+
+        After a TransferError the engine holds two versions by halves and must not answer.
+        """
+        for answer in self._answers.values():
+            check_version(answer.request, offer.version)
+        offered = {spec.name: list(spec.shape) for spec in offer.specs}
+        check_fit(offered, self._shapes, tied_head=self._tied, source=f"policy version {offer.version}")
+        if self._met != offer.rendezvous:
+            self._llm.collective_rpc("init_weight_transfer_engine", args=(asdict(offer.rendezvous),))
+            self._met = offer.rendezvous
+        specs = [(spec.name, spec.dtype, spec.shape) for spec in offer.specs]
+        self._llm.collective_rpc("receive_published", args=({"specs": specs},))
+        self._moved(offer.version)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Take requests; they start together at the next step. Errors as ``AnswerSampler.admit`` says."""
@@ -159,6 +179,11 @@ class VllmEngine:
         while len(found) < len(uids):
             found |= self._advance()
         return torch.tensor([found[uid] for uid in uids])
+
+    def _moved(self, version: int) -> None:
+        self._llm.collective_rpc("set_version", args=(version,))
+        self._version = version
+        self._swaps += 1
 
     def _begin(self, answer: Answer) -> None:
         uid = answer.request.uid
@@ -210,7 +235,9 @@ class VllmEngine:
         return {uid: log_p for uid, log_p in drawn.probes.items() if uid in ended}
 
 
-def _start(model: str, dtype: str, slots: int, config: VllmEngineConfig, settings: dict[str, Any]) -> LLMEngine:
+def _start(
+    model: str, dtype: str, slots: int, config: VllmEngineConfig, settings: dict[str, Any], transfers: bool
+) -> LLMEngine:
     os.environ.update(_ENVIRONMENT)
     cpu = current_platform.is_cpu()
     arguments = EngineArgs(
@@ -230,6 +257,7 @@ def _start(model: str, dtype: str, slots: int, config: VllmEngineConfig, setting
         disable_log_stats=True,
         logits_processors=[f"{AnswerProcessor.__module__}:{AnswerProcessor.__qualname__}"],
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        weight_transfer_config=WeightTransferConfig(backend=SETTINGS) if transfers else None,
         additional_config={SETTINGS: settings},
     )
     try:

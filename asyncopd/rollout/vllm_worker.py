@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -31,7 +32,8 @@ from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.weights import FILE_NAME
 
 SETTINGS = "asyncopd"
-"""Key of vLLM's ``additional_config`` and of a request's ``extra_args``."""
+"""Key of vLLM's ``additional_config`` and of a request's ``extra_args``, and name of the transfer engine."""
+WeightTransferEngineFactory.register_engine(SETTINGS, "asyncopd.rollout.vllm_transfer", "TransferReceiver")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,9 @@ class WorkerExtension:
 
     model_runner: Any
     reload_weights: Any
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
 
     def take_draws(self) -> StepDraws:
         """What the step that has just run drew."""
@@ -122,6 +127,13 @@ class WorkerExtension:
         """Take the weights of a published version, which must fit the model."""
         weights = load_file(Path(directory) / FILE_NAME)
         self.reload_weights(weights_iterator=iter(weights.items()))
+        self._repack_heads()
+
+    def receive_published(self, update: dict[str, object]) -> None:
+        """Take the weights that the learner sends now. After an error the model is of no use."""
+        self.start_weight_update()
+        self.update_weights(update)
+        self.finish_weight_update()
         self._repack_heads()
 
     def set_version(self, version: int) -> None:

@@ -60,17 +60,21 @@ def check_shapes(directory: Path, own: dict[str, list[int]], *, tied_head: bool)
 
     tied_head   the head is the embedding, so it may be in neither, in both or in one of them
     """
-    stored = stored_shapes(directory)
+    check_fit(stored_shapes(directory), own, tied_head=tied_head, source=str(directory))
+
+
+def check_fit(stored: dict[str, list[int]], own: dict[str, list[int]], *, tied_head: bool, source: str) -> None:
+    """The same for weights from anywhere; ``source`` is what the message calls them."""
     optional = {"lm_head.weight"} if tied_head else set()
     missing, unexpected = own.keys() - stored.keys() - optional, stored.keys() - own.keys() - optional
     if missing or unexpected:
         raise CheckpointError(
-            f"{directory} does not fit the model: missing {_some(sorted(missing))}, "
+            f"{source} does not fit the model: missing {_some(sorted(missing))}, "
             f"unexpected {_some(sorted(unexpected))}; publish weights of the model that rolls out"
         )
     for name, shape in stored.items():
         if shape != own.get(name, shape):
-            raise CheckpointError(f"{directory}: {name} has shape {tuple(shape)}; the model's has {tuple(own[name])}")
+            raise CheckpointError(f"{source}: {name} has shape {tuple(shape)}; the model's has {tuple(own[name])}")
 
 
 def _check_values(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncopd.publish import WeightStore
+from asyncopd.publish import FileSource, WeightStore
 from asyncopd.publish.probe import Probe
 from asyncopd.rollout.pool import RolloutConfig, RolloutWorker
 
@@ -39,7 +39,7 @@ def test_aborted_answers_leave_the_old_state_before_a_probe_advances_them(tmp_pa
     store.publish(4, {"w": torch.zeros(2)}, Probe((1, 2, 3), (-1.0, -1.0)))
     stage = SimpleNamespace(beat=lambda: None, tracer=SimpleNamespace(span=lambda *_, **__: nullcontext()))
     worker = RolloutWorker(
-        stage=stage, engine=engine, weights=store, prompts={}, pinned=False,
+        stage=stage, engine=engine, weights=FileSource(store, engine), prompts={}, pinned=False,
         config=RolloutConfig(weights="abort", on_abort=on_abort, dtype="fp32"),
     )  # fmt: skip
     worker._load(4)

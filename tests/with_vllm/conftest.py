@@ -53,8 +53,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     """Engines by model kind, sampling, design and vLLM options; version 0 is model A."""
     folder = tmp_path_factory.mktemp("vllm-models")
 
-    def get(kind: str, *, prefix_caching: bool = True, slots: int = 6, **settings: object) -> Pair:
-        key = (kind, prefix_caching, slots, *sorted((name, str(value)) for name, value in settings.items()))
+    def get(
+        kind: str, *, prefix_caching: bool = True, slots: int = 6, transfers: bool = False, **settings: object
+    ) -> Pair:
+        key = (kind, prefix_caching, slots, transfers, *sorted((name, str(value)) for name, value in settings.items()))
         if key not in _started:
             from asyncopd.rollout.vllm_engine import VllmEngine
 
@@ -64,7 +66,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
                 "sampling": SamplingConfig(max_new_tokens=20), **settings,
             }  # fmt: skip
             config = VllmEngineConfig(kv_cache_gb=KV_CACHE_GB, prefix_caching=prefix_caching)
-            engine = VllmEngine(a, slots=slots, config=config, **common)
+            engine = VllmEngine(a, slots=slots, config=config, transfers=transfers, **common)
             _started[key] = Pair(engine, lambda: TransformersEngine(a, **common), a, b)
         return _started[key]
 

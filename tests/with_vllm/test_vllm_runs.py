@@ -11,6 +11,7 @@ from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError, WeightsMismatchError
 from asyncopd.interface import Callbacks
 from asyncopd.pipeline import run
+from asyncopd.publish.config import PublishConfig
 from asyncopd.queue.ledger import Ledger
 from asyncopd.rollout.vllm_config import VllmEngineConfig, check_placement
 from asyncopd.tracking.metrics import read_metrics
@@ -58,15 +59,16 @@ def test_an_asynchronous_run_keeps_its_staleness_bound_though_its_engine_is_kill
         assert max(step.max for step in ledger.staleness().steps) <= asked.max_staleness
 
 
+@pytest.mark.parametrize("backend", ["file", "gloo"])
 def test_a_tied_head_that_is_not_updated_stops_the_run(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     from asyncopd.rollout.vllm_worker import WorkerExtension
 
     monkeypatch.setattr("asyncopd.pipeline.Supervisor", ThreadedWorkers)
     monkeypatch.setattr(WorkerExtension, "_repack_heads", lambda worker: None)
     with pytest.raises(WeightsMismatchError, match="nats on average"):
-        run(config())
+        run(replace(config(), publish=PublishConfig(backend=backend)))
 
 
 def test_placement_that_cannot_be_is_refused_with_what_to_change() -> None:

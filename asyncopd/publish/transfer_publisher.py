@@ -1,0 +1,189 @@
+"""Weights straight from the learner's memory: the end that publishes.
+
+    publish ──> [ held: newest version ] ──a thread an engine, when it asks──> TransferGroup.send
+       └── some versions: file
+
+An engine asks when it is ready for new weights, so none waits for another, and none that died is waited for. A send
+reads what was held when it began, so the learner waits for nobody either. The answer to an engine that asks for another
+version than the one held is no: it takes the file then, or asks again.
+
+Whoever asks must know a key that lies in the run folder.
+"""
+
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+import torch
+
+from asyncopd.errors import TransferError
+from asyncopd.publish.config import PublishConfig
+from asyncopd.publish.probe import Probe
+from asyncopd.publish.stream import Snapshot, Weights, snapshot
+from asyncopd.publish.transfer_group import HOST, Rendezvous, TensorSpec, TransferGroup, open_store
+from asyncopd.publish.weights import WeightStore
+
+LOG = logging.getLogger(__name__)
+CHUNK_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What an engine is told of a version before its bytes come.
+
+    rendezvous   where the ends meet; the same for as long as they are connected
+    """
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    probe: Probe | None
+    rendezvous: Rendezvous
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    version: int
+    weights: Snapshot
+    probe: Probe | None
+
+
+class TransferPublisher:
+    """A WeightPublisher that hands the newest version to engines, and writes some versions to files.
+
+    ranks        processes of one engine, its tensor parallel size
+    device       the learner's, from which NCCL sends
+    needs_file   which versions are read from files by somebody else; the first of a life always has one
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        run_dir: Path,
+        config: PublishConfig,
+        *,
+        ranks: int,
+        device: torch.device,
+        needs_file: Callable[[int], bool],
+    ) -> None:
+        self.dtype = store.dtype
+        self._store = store
+        self._config = config
+        self._ranks = ranks
+        self._device = device
+        self._needs_file = needs_file
+        self._held: _Held | None = None
+        key = secrets.token_bytes(32)
+        self._listener = Listener((HOST, 0), authkey=key)
+        write_address(run_dir, self._listener.address[1], key)
+        threading.Thread(target=self._listen, name="transfers", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no further connections."""
+        self._listener.close()
+
+    def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path | None:
+        """The file, where there must be one, and then to the engines."""
+        copy = weights if isinstance(weights, Snapshot) else snapshot(weights, self.dtype)
+        must = self._held is None or self._needs_file(version)
+        written = self._store.publish(version, copy, probe) if must else None
+        self._held = _Held(version, copy, probe)
+        return written
+
+    def probe(self, version: int) -> Probe | None:
+        """Of a version that has a file."""
+        return self._store.probe(version)
+
+    def directory(self, version: int) -> Path:
+        """Of a version that has a file."""
+        return self._store.directory(version)
+
+    def versions(self) -> list[int]:
+        """Versions that have a file, ascending."""
+        return self._store.versions()
+
+    def settle(self, oldest: int) -> None:
+        """Make the files survive a loss of power. A version without one is published again from a checkpoint."""
+        self._store.settle(oldest)
+
+    def keep_from(self, version: int, besides: Collection[int] = ()) -> None:
+        """Delete older files."""
+        self._store.keep_from(version, besides)
+
+    def forget_after(self, version: int) -> None:
+        """Delete newer files."""
+        self._store.forget_after(version)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError) as error:
+                LOG.warning("somebody who asked for weights was turned away: %s", error)
+                continue
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="transfer", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        """One engine, for as long as it lives."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            # Behind the training step's kernels a transfer would wait for the step.
+            torch.cuda.set_stream(torch.cuda.Stream())
+        store = open_store(self._config.deadline_s)
+        rendezvous = Rendezvous(
+            backend=self._config.backend,
+            port=store.port,
+            size=1 + self._ranks,
+            deadline_s=self._config.deadline_s,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        group: TransferGroup | None = None
+        try:
+            while True:
+                asked, held = connection.recv(), self._held
+                if held is None or held.version != asked:
+                    connection.send(None)
+                    continue
+                specs = tuple(TensorSpec.of(name, tensor) for name, tensor in held.weights.items())
+                connection.send(Offer(held.version, specs, held.probe, rendezvous))
+                if group is None:
+                    group = TransferGroup(rendezvous, 0, self._device, store)
+                group.send(specs, held.weights, alive=lambda: not connection.poll())
+        except (EOFError, ConnectionError):
+            LOG.debug("an engine hung up")
+        except TransferError as error:
+            LOG.warning("an engine did not get the weights; it is started again: %s", error)
+        finally:
+            # The other end sees this, and over gloo the end of the group too.
+            connection.close()
+            if group is not None:
+                group.abort()
+
+
+def write_address(run_dir: Path, port: int, key: bytes) -> None:
+    """Tell the workers of this run where to ask."""
+    beside = _address(run_dir).with_suffix(".new")
+    beside.touch(mode=0o600)
+    beside.write_text(json.dumps({"port": port, "key": key.hex()}))
+    os.replace(beside, _address(run_dir))
+
+
+def read_address(run_dir: Path) -> tuple[int, bytes]:
+    """Port and key of the learner; TransferError if it left none."""
+    try:
+        found = json.loads(_address(run_dir).read_text())
+    except FileNotFoundError as error:
+        raise TransferError(f"{run_dir} holds no address of a learner that hands out weights") from error
+    return found["port"], bytes.fromhex(found["key"])
+
+
+def _address(run_dir: Path) -> Path:
+    return run_dir / "transfers.json"
