@@ -13,8 +13,8 @@ class PublishConfig:
 
     backend: str = "file"
     """How weights reach the rollout workers: ``file`` (the run folder; any engine), or straight from the learner's
-    memory into rollout.engine vllm by ``gloo`` (host memory, CPU or GPU, no disk) or ``nccl`` (GPU to GPU; the engines
-    need GPUs of their own)."""
+    memory into rollout.engine vllm by ``gloo`` (through host memory, whatever the devices; saves the disk, and on a CPU
+    no time) or ``nccl`` (GPU to GPU; the engines need GPUs of their own)."""
     file_every: int = 1
     """With ``gloo`` and ``nccl``: write every so many versions to the run folder, besides those that are evaluated and
     the last. 0 writes only these."""

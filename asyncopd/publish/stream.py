@@ -71,21 +71,17 @@ def materialised(weight: Tensor | LazyWeight) -> Tensor:
     return (weight.read() if isinstance(weight, LazyWeight) else weight).detach()
 
 
-class Snapshot(dict[str, Tensor]):
-    """Weights in host memory, as they are published, that nobody changes any more."""
-
-
-def snapshot(weights: Weights, dtype: torch.dtype | None = None) -> Snapshot:
+def snapshot(weights: Weights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """A copy in host memory, the floating-point weights as ``dtype`` (None keeps theirs); the other ranks take part."""
-    return Snapshot(
-        (name, materialised(weights[name]).to("cpu", _stored(weights[name], dtype), copy=True))
-        for name in _file_order(weights, dtype)
-    )
+    return {
+        name: materialised(weights[name]).to("cpu", stored_dtype(weights[name], dtype), copy=True)
+        for name in file_order(weights, dtype)
+    }
 
 
 def take_part(weights: Weights, dtype: torch.dtype | None = None) -> None:
     """What the other ranks do while rank 0 writes ``weights`` with the same ``dtype``; nothing unless sharded."""
-    for name in _file_order(weights, dtype):
+    for name in file_order(weights, dtype):
         weight = weights[name]
         if isinstance(weight, LazyWeight) and weight.collective:
             weight.read()
@@ -93,11 +89,11 @@ def take_part(weights: Weights, dtype: torch.dtype | None = None) -> None:
 
 def write_safetensors(path: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
     """Write ``weights`` to ``path``, the floating-point ones as ``dtype`` (None keeps theirs)."""
-    names = _file_order(weights, dtype)
+    names = file_order(weights, dtype)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        shape, stored = list(weights[name].shape), _stored(weights[name], dtype)
+        shape, stored = list(weights[name].shape), stored_dtype(weights[name], dtype)
         if stored not in _DTYPES:
             raise CheckpointError(f"{name} has dtype {stored}; a weight file takes {sorted(map(str, _DTYPES))}")
         begin, end = end, end + torch.Size(shape).numel() * stored.itemsize
@@ -109,14 +105,15 @@ def write_safetensors(path: Path, weights: Weights, dtype: torch.dtype | None = 
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            values = materialised(weights[name]).to("cpu", _stored(weights[name], dtype)).contiguous()
+            values = materialised(weights[name]).to("cpu", stored_dtype(weights[name], dtype)).contiguous()
             file.write(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _stored(weight: Tensor | LazyWeight, dtype: torch.dtype | None) -> torch.dtype:
+def stored_dtype(weight: Tensor | LazyWeight, dtype: torch.dtype | None) -> torch.dtype:
+    """What a weight is published as, where floating-point ones are as ``dtype`` (None keeps theirs)."""
     return dtype if dtype is not None and weight.dtype.is_floating_point else weight.dtype
 
 
-def _file_order(weights: Weights, dtype: torch.dtype | None) -> list[str]:
+def file_order(weights: Weights, dtype: torch.dtype | None) -> list[str]:
     """Largest elements first, so that every tensor is aligned."""
-    return sorted(weights, key=lambda name: -_stored(weights[name], dtype).itemsize)
+    return sorted(weights, key=lambda name: -stored_dtype(weights[name], dtype).itemsize)

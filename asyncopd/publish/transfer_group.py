@@ -8,10 +8,10 @@ Every wait has a deadline: a collective whose other end died may otherwise never
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from asyncopd.errors import TransferError
+from asyncopd.publish.stream import LazyWeight, Weights, materialised
 
 HOST = "127.0.0.1"
 _ALIGNMENT = 16
@@ -35,9 +36,9 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "TensorSpec":
-        """Of a tensor at hand."""
-        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    def of(cls, name: str, weight: Tensor | LazyWeight, dtype: torch.dtype) -> "TensorSpec":
+        """Of a weight that is published as ``dtype``."""
+        return cls(name, str(dtype).removeprefix("torch."), tuple(weight.shape))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -86,12 +87,11 @@ def chunks(specs: Sequence[TensorSpec], most: int) -> list[list[TensorSpec]]:
     return cut
 
 
-def packed(chunk: Sequence[TensorSpec], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The buffer of a chunk, on ``device``."""
-    buffer = _empty(chunk, device)
-    for spec, place in zip(chunk, _places(chunk), strict=True):
-        values = tensors[spec.name].contiguous().reshape(-1).view(torch.uint8)
-        buffer[place : place + spec.size].copy_(values)
+def packed(chunk: Sequence[TensorSpec], weights: Weights) -> Tensor:
+    """The buffer of a chunk, in host memory; the other ranks of the learner take part."""
+    buffer = _empty(chunk, torch.device("cpu"))
+    for name, tensor in unpacked(chunk, buffer):
+        tensor.copy_(materialised(weights[name]))
     return buffer
 
 
@@ -137,19 +137,23 @@ class TransferGroup:
                 f"{rendezvous.deadline_s:.0f} s: {error}"
             ) from error
 
-    def send(self, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], alive: Callable[[], bool]) -> None:
-        """From rank 0: all tensors; given up once the other end is not ``alive``."""
+    def send(self, buffers: Sequence[Tensor], alive: Callable[[], bool]) -> None:
+        """From rank 0: the buffers of a version; given up once the other end is not ``alive``."""
         until = time.monotonic() + self._deadline_s
-        for chunk in chunks(specs, self._chunk_bytes):
-            self._broadcast(packed(chunk, tensors, self._device), until, alive)
+        for buffer in buffers:
+            self._finish(self._start(buffer.to(self._device)), until, alive)
 
     def receive(self, specs: Sequence[TensorSpec], take: Callable[[list[tuple[str, Tensor]]], object]) -> None:
         """On the other ranks: ``take`` gets the tensors by the buffer."""
         until = time.monotonic() + self._deadline_s
-        for chunk in chunks(specs, self._chunk_bytes):
-            # A buffer of its own each time: whoever takes the tensors may keep them until a layer is complete.
-            buffer = _empty(chunk, self._device)
-            self._broadcast(buffer, until, lambda: True)
+        cut = chunks(specs, self._chunk_bytes)
+        # Each has a buffer of its own: whoever takes the tensors may keep them until a layer is complete.
+        under_way = self._start(_empty(cut[0], self._device))
+        for chunk, following in zip_longest(cut, cut[1:]):
+            buffer = self._finish(under_way, until, lambda: True)
+            if following is not None:
+                # Comes in while these are taken.
+                under_way = self._start(_empty(following, self._device))
             take(unpacked(chunk, buffer))
 
     def abort(self) -> None:
@@ -159,11 +163,17 @@ class TransferGroup:
         if group is not None:
             group.abort()
 
-    def _broadcast(self, buffer: Tensor, until: float, alive: Callable[[], bool]) -> None:
+    def _start(self, buffer: Tensor) -> tuple[Tensor, Any]:
         options = BroadcastOptions()
         options.rootRank = 0
         try:
-            work = self._group.broadcast([buffer], options)
+            return buffer, self._group.broadcast([buffer], options)
+        except RuntimeError as error:
+            raise TransferError(f"a transfer of weights broke off: {error}") from error
+
+    def _finish(self, under_way: tuple[Tensor, Any], until: float, alive: Callable[[], bool]) -> Tensor:
+        buffer, work = under_way
+        try:
             while not work.is_completed():
                 if not alive():
                     # It may only have been the first to see the end of the last buffer.
@@ -175,6 +185,7 @@ class TransferGroup:
                     )
                 time.sleep(_LOOK_S)
             work.wait()
+            return buffer
         except RuntimeError as error:
             raise TransferError(f"a transfer of weights broke off: {error}") from error
 

@@ -22,16 +22,27 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncopd.errors import TransferError
 from asyncopd.publish.config import PublishConfig
 from asyncopd.publish.probe import Probe
-from asyncopd.publish.stream import Snapshot, Weights, snapshot
-from asyncopd.publish.transfer_group import HOST, Rendezvous, TensorSpec, TransferGroup, open_store
+from asyncopd.publish.stream import Weights, file_order, stored_dtype
+from asyncopd.publish.transfer_group import (
+    HOST,
+    Rendezvous,
+    TensorSpec,
+    TransferGroup,
+    chunks,
+    open_store,
+    packed,
+    unpacked,
+)
 from asyncopd.publish.weights import WeightStore
 
 LOG = logging.getLogger(__name__)
-CHUNK_BYTES = 2**28
+CHUNK_BYTES = 2**26
+"""Size of a buffer, of which the engine takes one while the next comes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,8 @@ class Offer:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
     version: int
-    weights: Snapshot
+    specs: tuple[TensorSpec, ...]
+    buffers: list[Tensor]
     probe: Probe | None
 
 
@@ -90,10 +102,19 @@ class TransferPublisher:
 
     def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path | None:
         """The file, where there must be one, and then to the engines."""
-        copy = weights if isinstance(weights, Snapshot) else snapshot(weights, self.dtype)
-        must = self._held is None or self._needs_file(version)
-        written = self._store.publish(version, copy, probe) if must else None
-        self._held = _Held(version, copy, probe)
+        specs = tuple(
+            TensorSpec.of(name, weights[name], stored_dtype(weights[name], self.dtype))
+            for name in file_order(weights, self.dtype)
+        )
+        cut = chunks(specs, CHUNK_BYTES)
+        # Packed once, for every engine, and before anybody waits for it.
+        buffers = [packed(chunk, weights) for chunk in cut]
+        written = None
+        if self._held is None or self._needs_file(version):
+            pieces = zip(cut, buffers, strict=True)
+            copy = dict(piece for chunk, buffer in pieces for piece in unpacked(chunk, buffer))
+            written = self._store.publish(version, copy, probe)
+        self._held = _Held(version, specs, buffers, probe)
         return written
 
     def probe(self, version: int) -> Probe | None:
@@ -152,11 +173,10 @@ class TransferPublisher:
                 if held is None or held.version != asked:
                     connection.send(None)
                     continue
-                specs = tuple(TensorSpec.of(name, tensor) for name, tensor in held.weights.items())
-                connection.send(Offer(held.version, specs, held.probe, rendezvous))
+                connection.send(Offer(held.version, held.specs, held.probe, rendezvous))
                 if group is None:
                     group = TransferGroup(rendezvous, 0, self._device, store)
-                group.send(specs, held.weights, alive=lambda: not connection.poll())
+                group.send(held.buffers, alive=lambda: not connection.poll())
         except (EOFError, ConnectionError):
             LOG.debug("an engine hung up")
         except TransferError as error:

@@ -136,22 +136,22 @@ def config(tmp_path: Path) -> RunConfig:
 
 def at_transfer(number: int, act: Callable[[], None]) -> None:
     """Cut buffers small, and have this process ``act`` in the middle of its transfer of that number."""
-    send, broadcast, buffers = TransferGroup.send, TransferGroup._broadcast, []
+    send, start, buffers = TransferGroup.send, TransferGroup._start, []
 
     def counted(self: TransferGroup, *arguments: object, **named: object) -> None:
         counted.transfers += 1
         buffers.clear()
         send(self, *arguments, **named)
 
-    def acting(self: TransferGroup, *arguments: object) -> None:
+    def acting(self: TransferGroup, buffer: torch.Tensor) -> object:
         buffers.append(1)
         if (counted.transfers, len(buffers)) == (number, 5):
             act()
-        broadcast(self, *arguments)
+        return start(self, buffer)
 
     counted.transfers = 0
     transfer_publisher.CHUNK_BYTES = 1
-    TransferGroup.send, TransferGroup._broadcast = counted, acting
+    TransferGroup.send, TransferGroup._start = counted, acting
 
 
 def trained(config: RunConfig) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def trained(config: RunConfig) -> tuple[int, int]:
 def test_an_engine_killed_in_the_middle_of_a_transfer_is_started_again_and_nothing_is_lost(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("send", "_broadcast"):
+    for name in ("send", "_start"):
         monkeypatch.setattr(TransferGroup, name, vars(TransferGroup)[name])
     monkeypatch.setattr(transfer_publisher, "CHUNK_BYTES", transfer_publisher.CHUNK_BYTES)
     at_transfer(2, kill_rollout_worker)
