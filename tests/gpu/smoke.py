@@ -2,18 +2,25 @@
 
     python -m tests.gpu.smoke          # needs the CUDA build of vllm and one GPU; exits with 2 where there is none
 
-The checks are those of ``tests/with_vllm``, over published files, which is how a GPU takes weights too: greedy text and
-logprobs before and after swaps A -> B -> A, tied and untied; candidates; an answer in flight across a swap.
+The checks are those of ``tests/with_vllm``: greedy text and logprobs before and after swaps A -> B -> A, tied and
+untied; candidates; an answer in flight across a swap. Weights come by published files, and again from memory over gloo
+and, where there is a second GPU to send from, over NCCL, which must come to the same bits.
 """
 
 import importlib.util
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from asyncopd.publish import WeightStore
+from asyncopd.publish.config import PublishConfig
+from asyncopd.publish.transfer_publisher import TransferPublisher
+from asyncopd.publish.transfer_source import TransferSource
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.types import Rollout, RolloutRequest
@@ -36,13 +43,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("tied-llama", "untied-qwen3"):
             started = time.monotonic()
-            swaps(kind, Path(folder))
+            engine = swaps(kind, Path(folder))
+            transfers(engine, kind, Path(folder), "gloo", torch.device("cuda:0"))
+            if torch.cuda.device_count() > 1:
+                transfers(engine, kind, Path(folder), "nccl", torch.device("cuda:1"))
+            else:
+                print("nccl: not tried, it needs a second GPU", file=sys.stderr)
             print(f"{kind}: well, {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
 
-def swaps(kind: str, folder: Path, device: str = "cuda") -> None:
-    """All checks on one model."""
+def swaps(kind: str, folder: Path, device: str = "cuda") -> object:
+    """All checks on one model over published files; the vLLM engine, at version 9."""
     from asyncopd.rollout.vllm_config import VllmEngineConfig
     from asyncopd.rollout.vllm_engine import VllmEngine
     from tests.with_vllm.models import save
@@ -53,7 +65,11 @@ def swaps(kind: str, folder: Path, device: str = "cuda") -> None:
         "sampling": SamplingConfig(max_new_tokens=20, min_new_tokens=20, top_k=1),
     }  # fmt: skip
     ours = VllmEngine(
-        a, slots=4, config=VllmEngineConfig(memory_fraction=0.3, kv_cache_gb=0.05, eager=True), **settings
+        a,
+        slots=4,
+        config=VllmEngineConfig(memory_fraction=0.3, kv_cache_gb=0.05, eager=True),
+        transfers=True,
+        **settings,
     )
     theirs = TransformersEngine(a, device=device, **settings)
     for version, directory in enumerate((a, b, a), start=1):
@@ -71,6 +87,29 @@ def swaps(kind: str, folder: Path, device: str = "cuda") -> None:
     crossed = drain(ours)
     compare(crossed, drain(theirs))
     assert all(rollout.versions_T.tolist() == [3] * 7 + [9] * 13 for rollout in crossed.values())
+    return ours
+
+
+def transfers(engine: object, kind: str, folder: Path, backend: str, device: torch.device) -> None:
+    """Versions from memory, sent from ``device``, against the same by file."""
+    from tests.with_vllm.models import save
+
+    run_dir, text = Path(tempfile.mkdtemp(dir=folder)), range(10, 40)
+    store = WeightStore(run_dir, torch.float32)
+    way = {"ranks": 1, "device": device, "needs_file": lambda _: False}
+    with closing(TransferPublisher(store, run_dir, PublishConfig(backend=backend, deadline_s=60), **way)) as publisher:
+        source = TransferSource(run_dir, store, engine, newest=None, deadline_s=60, beat=lambda: None)
+        for version, seed in enumerate((0, 9, 0), start=10):
+            directory = save(kind, seed, folder)
+            engine.load_weights(directory, version)
+            by_file = engine.logprobs(text)
+            engine.load_weights(save(kind, 9 - seed, folder), version)
+            publisher.publish(version, load_file(directory / "model.safetensors"))
+            began = time.monotonic()
+            source.move_to(version)
+            print(f"{kind}: version {version} taken over {backend} in {time.monotonic() - began:.3f} s")
+            assert engine.policy_version == version
+            torch.testing.assert_close(engine.logprobs(text), by_file, atol=1e-6, rtol=0)
 
 
 def submit(engine: object) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +26,16 @@ from asyncopd.learner.head import HeadShape
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.learner.student import prepare_student
 from asyncopd.publish import WeightStore, take_part
+from asyncopd.publish.config import PublishConfig
+from asyncopd.publish.transfer_publisher import TransferPublisher
 from tests.conftest import VOCABULARY, make_tiny_llama, make_tiny_qwen3
 from tests.learner.test_step import OBJECTIVE, SAMPLES
 
 STEPS = 3
 SAVED = 2
 """Policy version of the checkpoint."""
+HELD = "held"
+"""Where in a run's folder the weights are that were handed to engines."""
 LORA = LoraConfig(rank=4, alpha=8.0)
 CONFIG = LearnerConfig(lr=3e-3, dtype="fp32", warmup_steps=2, weight_decay=0.1, clip=0.05, micro_batch_tokens=25)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -86,11 +91,15 @@ def train(learner: Learner, start: int, stop: int) -> list[dict[str, float]]:
 
 
 def publish(learner: Learner, folder: Path, version: int) -> None:
-    """As a run does."""
-    if learner.accelerator.is_main_process:
-        WeightStore(folder).publish(version, learner.weights())
-    else:
+    """As a run does by files, and again as one does that hands them to engines; its first version has a file too."""
+    if not learner.accelerator.is_main_process:
         take_part(learner.weights())
+        take_part(learner.weights())
+        return
+    WeightStore(folder).publish(version, learner.weights())
+    way = {"ranks": 1, "device": torch.device("cpu"), "needs_file": lambda _: False}
+    with closing(TransferPublisher(WeightStore(folder / HELD), folder, PublishConfig(backend="gloo"), **way)) as held:
+        held.publish(version, learner.weights())
 
 
 def whole_run(folder: Path, accelerator: Accelerator, model: str, config: LearnerConfig) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.learner.ranks import RUNS, SAVED, STEPS, open_accelerator, resumed_run, start_ranks, whole_run
+from tests.learner.ranks import HELD, RUNS, SAVED, STEPS, open_accelerator, resumed_run, start_ranks, whole_run
 
 EXACT = [name for name, (_, config) in RUNS.items() if config.dtype == "fp32"]
 TOLD = ("loss", "grad_norm", "tokens", "entropy")
@@ -49,6 +49,11 @@ def test_two_processes_end_with_the_weights_of_one(folder: Path, name: str) -> N
     assert_same_figures(two["whole"], one["whole"], 1e-10)
     assert all(step["grad_norm"] > RUNS[name][1].clip for step in one["whole"])  # the global norm is clipped
     assert_same(folder / name, folder / "alone" / name, 1e-10)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_several_processes_hand_to_engines_is_what_they_write_to_the_file(folder: Path, name: str) -> None:
+    assert_same(folder / name / HELD, folder / name, 0)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -25,7 +25,7 @@ from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.vllm_config import VllmEngineConfig
 from asyncopd.tracking.metrics import read_metrics
 from tests.chaos_processes import wait_until
-from tests.tiny_run import tiny_config
+from tests.tiny_run import ThreadedWorkers, final_weights, tiny_config
 from tests.with_vllm.conftest import KV_CACHE_GB, Pair
 from tests.with_vllm.models import KINDS, save
 from tests.with_vllm.test_vllm_engine import advance, assert_same, drain, generate, requests
@@ -132,6 +132,18 @@ def config(tmp_path: Path) -> RunConfig:
     tiny = tiny_config(tmp_path, teacher, student, mode="async")
     rollout = replace(tiny.rollout, engine="vllm", vllm=VllmEngineConfig(kv_cache_gb=KV_CACHE_GB))
     return replace(tiny, rollout=rollout, publish=PublishConfig(backend="gloo", file_every=0))
+
+
+def test_a_synchronous_run_learns_the_same_whichever_way_its_weights_travel(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncopd.pipeline.Supervisor", ThreadedWorkers)
+    ways = {way: replace(config.publish, backend=way, file_every=every) for way, every in (("gloo", 0), ("file", 1))}
+    ends = {
+        way: final_weights(run(replace(config, mode="sync", steps=3, name=way, publish=publish)).path)
+        for way, publish in ways.items()
+    }
+    assert all(torch.equal(tensor, ends["file"][name]) for name, tensor in ends["gloo"].items())
 
 
 def at_transfer(number: int, act: Callable[[], None]) -> None:
