@@ -14,8 +14,11 @@ import json
 import logging
 import os
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
@@ -41,6 +44,8 @@ from asyncopd.publish.transfer_group import (
 from asyncopd.publish.weights import WeightStore
 
 LOG = logging.getLogger(__name__)
+_PAUSE_S = 0.1
+_JOIN_S = 2.0
 CHUNK_BYTES = 2**26
 """Size of a buffer, of which the engine takes one while the next comes in."""
 
@@ -91,14 +96,23 @@ class TransferPublisher:
         self._device = device
         self._needs_file = needs_file
         self._held: _Held | None = None
+        self._closing = False
         key = secrets.token_bytes(32)
         self._listener = Listener((HOST, 0), authkey=key)
-        write_address(run_dir, self._listener.address[1], key)
-        threading.Thread(target=self._listen, name="transfers", daemon=True).start()
+        self._port: int = self._listener.address[1]
+        write_address(run_dir, self._port, key)
+        self._thread = threading.Thread(target=self._listen, name="transfers", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Take no further connections."""
+        """Take no further connections, and let go of the weights."""
+        self._closing = True
+        # Closing a socket does not wake who waits for it.
+        with suppress(OSError):
+            socket.create_connection((HOST, self._port), timeout=_JOIN_S).close()
+        self._thread.join(_JOIN_S)
         self._listener.close()
+        self._held = None
 
     def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path | None:
         """The file, where there must be one, and then to the engines."""
@@ -142,14 +156,15 @@ class TransferPublisher:
         self._store.forget_after(version)
 
     def _listen(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError) as error:
-                LOG.warning("somebody who asked for weights was turned away: %s", error)
+            except (AuthenticationError, EOFError, OSError) as error:
+                if not self._closing:
+                    LOG.warning("somebody who asked for weights was turned away: %s", error)
+                # Where no descriptor is left, the next comes at once.
+                time.sleep(_PAUSE_S)
                 continue
-            except OSError:
-                return
             threading.Thread(target=self._serve, args=(connection,), name="transfer", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:

@@ -195,6 +195,15 @@ def test_weights_are_not_handed_to_who_does_not_know_the_key(ends: Callable[...,
     assert_has(engine, 1)
 
 
+def test_a_closed_publisher_turns_everybody_away_and_leaves_no_thread(ends: Callable[..., object]) -> None:
+    publisher = ends("publisher")
+    publisher.publish(1, weights(1))
+    publisher.close()
+    assert "transfers" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(TransferError, match="does not answer"):
+        ends("source")
+
+
 def test_ways_that_are_closed_are_refused_with_what_to_change() -> None:
     def refusal(gpus: bool = False, rollout: dict[str, object] | None = None, **changes: object) -> str:
         config = RunConfig()
