@@ -173,11 +173,7 @@ def held_out_steps(
         by_length = sorted(range(len(rollouts)), key=lambda index: len(_tokens(rollouts[index])))
         for first in range(0, len(rollouts), batch):
             indices = by_length[first : first + batch]
-            chosen = [rollouts[index] for index in indices]
-            if isinstance(teacher, AskedTeacher):
-                sums_N2[indices] = yield from _asked_kl(head, teacher.scorer, chosen, temperature)
-            else:
-                sums_N2[indices] = yield from _summed_kl((head, teacher), chosen, temperature)
+            sums_N2[indices] = yield from _summed_kl(head, teacher, [rollouts[n] for n in indices], temperature)
     finally:
         student.train(training)
     lengths_N = torch.tensor([len(rollout.response_ids_T) for rollout in rollouts], dtype=torch.float64)
@@ -234,19 +230,21 @@ def _tokens(rollout: Rollout) -> list[int]:
 
 
 def _summed_kl(
-    models: tuple[CausalModel, CausalModel], rollouts: Sequence[Rollout], temperature: float
+    student: CausalModel, teacher: CausalModel | AskedTeacher, rollouts: Sequence[Rollout], temperature: float
 ) -> Generator[None, None, Tensor]:
     """Reverse and forward KL (nats) of each answer, summed over its tokens: float64 [N, 2]."""
-    hidden = []
+    if isinstance(teacher, AskedTeacher):
+        return (yield from _asked_kl(student, teacher.scorer, rollouts, temperature))
+    models, hidden = (student, teacher), []
     for model in models:
         hidden.append(_states(model, rollouts))
         yield
     per_token = []
     rows = [model.distributions(states_RH, temperature) for model, states_RH in zip(models, hidden, strict=True)]
-    for student, teacher in zip(*rows, strict=True):
+    for ours, theirs in zip(*rows, strict=True):
         # The teacher may be on another device.
-        log_q_RV, q_RV = (each.to(student.probs_RV.device) for each in (teacher.all(), teacher.probs_RV))
-        per_token.append(_both_kl(student.all(), student.probs_RV, log_q_RV, q_RV))
+        log_q_RV, q_RV = (each.to(ours.probs_RV.device) for each in (theirs.all(), theirs.probs_RV))
+        per_token.append(_both_kl(ours.all(), ours.probs_RV, log_q_RV, q_RV))
         yield
     lengths = [len(rollout.response_ids_T) for rollout in rollouts]
     return torch.stack([answer_T2.sum(0) for answer_T2 in torch.cat(per_token).split(lengths)])
