@@ -19,7 +19,12 @@ LAB = Path(__file__).parent
 ROOT = LAB.parent.parent
 SWEEPS = ("past", "directions", "corrections", "designs", "rates", "throughput")
 SMOLLM2 = ("smollm2", "smollm2_throughput")
-SMOKE = {"past": ["mode=sync"], "directions": ["mode=sync"], "corrections": ["mode=sync"], "throughput": ["way=sync"]}
+SMOKE = {
+    "past": ["mode=sync"],
+    "directions": ["mode=sync"],
+    "corrections": ["mode=lagged:4"],
+    "throughput": ["way=sync"],
+}
 """What the smoke form runs of some sweeps."""
 NOTEBOOKS = (
     "02_kl_direction_under_staleness",
