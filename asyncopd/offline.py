@@ -4,6 +4,7 @@ batches, one a step ──> learner ──> metrics, report, final student
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from asyncopd.config import RunConfig, plain
+from asyncopd.errors import ConfigError
 from asyncopd.final_student import write_final_student
 from asyncopd.interface import RunResult
 from asyncopd.learner.load import load_learner, open_accelerator
@@ -45,7 +47,15 @@ def train_offline(
     batch    gives the batch that is trained at a policy version
     steps    optimizer steps; the schedule of the learning rate goes by ``config.steps``
     source   what the report says first: where the answers and their scores come from
+
+    ConfigError, before anything is written, in one of several processes of a launcher.
     """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ConfigError(
+            f"WORLD_SIZE is {processes}; training from answers that are there (sft, offline, replay) has one process, "
+            "expected 1: start it without a launcher"
+        )
     folder, config = RunFolder.create(config)
     with folder.lock(), Tracer(folder.path, "learner") as tracer:
         folder.write_token_ids(checks.ids)

@@ -115,3 +115,10 @@ def test_a_row_without_an_answer_is_named(tmp_path: Path, student: Path) -> None
 def test_a_student_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no HF checkpoint"):
         sft(options(tmp_path, Path("misspelt")), [])
+
+
+def test_one_of_several_processes_is_refused(tmp_path: Path, student: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2; .* start it without a launcher"):
+        sft(options(tmp_path, student))
+    assert not (tmp_path / "runs").exists()
