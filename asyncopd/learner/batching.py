@@ -22,6 +22,9 @@ from asyncopd.objectives.tokens import Candidates, Tokens
 from asyncopd.types import NO_VERSION, ScoredRollout
 from teacher_cache.record import Origin
 
+_STARTS = 32
+"""A micro-batch costs its tokens, and this part of the budget to start."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
@@ -135,20 +138,44 @@ def balanced_shares(tokens: Sequence[int], ranks: int) -> list[list[int]]:
 def plan_micro_batches(lengths: Sequence[int], token_budget: int, *, packed: bool = False) -> list[list[int]]:
     """Indices of the sequences of each micro-batch: longest first, at most ``token_budget`` tokens each.
 
-    Padding counts, unless ``packed``. A sequence longer than the budget is trained alone.
+    Padding counts, unless ``packed``: of all ways to cut the ordered sequences the one with the fewest padded tokens,
+    where one more micro-batch counts as 1/32 of the budget. A sequence longer than the budget is trained alone.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    if not packed:
+        return _fewest_padded_tokens(order, lengths, token_budget)
     plan: list[list[int]] = []
     for index in order:
-        # Padded, only the newest can have room: the first of a micro-batch is its longest and sets its row length.
-        for group in plan if packed else plan[-1:]:
-            tokens = sum(lengths[i] for i in [*group, index]) if packed else (len(group) + 1) * lengths[group[0]]
-            if tokens <= token_budget:
+        for group in plan:
+            if sum(lengths[i] for i in [*group, index]) <= token_budget:
                 group.append(index)
                 break
         else:
             plan.append([index])
     return plan
+
+
+def _fewest_padded_tokens(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """The cheapest cuts of a descending order, by dynamic programming over where the last micro-batch begins."""
+    # Of the first n sequences: what their micro-batches cost at least, and where the last of these begins.
+    costs, begins = [0], [0]
+    for end in range(1, len(order) + 1):
+        found: list[tuple[int, int]] = []
+        for begin in range(end - 1, -1, -1):
+            # The first of a micro-batch is its longest and sets the length of its rows.
+            tokens = (end - begin) * lengths[order[begin]]
+            if found and tokens > token_budget:
+                break
+            found.append((costs[begin] + tokens + token_budget // _STARTS, begin))
+        cost, begin = min(found)
+        costs.append(cost)
+        begins.append(begin)
+    plan: list[list[int]] = []
+    end = len(order)
+    while end > 0:
+        plan.append(list(order[begins[end] : end]))
+        end = begins[end]
+    return plan[::-1]
 
 
 def split_to(plan: Sequence[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:

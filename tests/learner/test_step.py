@@ -2,8 +2,10 @@
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -214,7 +216,26 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(packed: bool) 
     ]
     assert all(size <= 100 for size, group in zip(sizes, plan, strict=True) if len(group) > 1)
     assert [6] in plan  # longer than the budget: alone
-    assert len(plan) == (3 if packed else 4)
+    assert len(plan) == (3 if packed else 5)
+
+
+def test_padded_micro_batches_cost_no_more_than_any_other_cut() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.choice([3, 10, 30, 90, 250]) for _ in range(rng.randint(1, 7))]
+        budget = rng.choice([64, 320, 640])
+        longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        costs = []
+        for cuts in product([False, True], repeat=len(lengths) - 1):
+            edges = [0, *(place for place, cut in enumerate(cuts, start=1) if cut), len(lengths)]
+            groups = [longest_first[begin:end] for begin, end in pairwise(edges)]
+            sizes = [len(group) * lengths[group[0]] for group in groups]
+            if all(size <= budget or len(group) == 1 for size, group in zip(sizes, groups, strict=True)):
+                costs.append(sum(sizes) + len(groups) * (budget // 32))
+        plan = plan_micro_batches(lengths, budget)
+        cost = sum(len(group) * max(lengths[index] for index in group) for group in plan) + len(plan) * (budget // 32)
+        assert cost == min(costs)
+        assert sorted(index for group in plan for index in group) == list(range(len(lengths)))
 
 
 def test_a_plan_is_cut_where_it_holds_most_until_there_are_enough_micro_batches() -> None:
