@@ -1,8 +1,12 @@
 """The prompts that the recipes ship: enough of them, no repeats, and none held out that training has nearly seen."""
 
 import json
+import math
 import re
+import statistics
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "data"
 
@@ -10,7 +14,8 @@ FOLDER = Path(__file__).parent.parent / "recipes" / "data"
 def questions(name: str) -> list[str]:
     rows = [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
     for row in rows:
-        assert list(row) == ["messages"]
+        assert list(row) == ["messages", "longest"]
+        assert 4 <= row["longest"] <= 256
         assert [message["role"] for message in row["messages"]] == ["user"]
     return [row["messages"][0]["content"] for row in rows]
 
@@ -22,6 +27,13 @@ def words(question: str) -> frozenset[str]:
 def test_the_counts_are_those_the_recipe_promises() -> None:
     assert len(questions("prompts.jsonl")) >= 220
     assert len(questions("held_out.jsonl")) == 40
+
+
+def test_the_bounds_of_the_answers_are_lognormal() -> None:
+    rows = [json.loads(line) for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    logs = [math.log(row["longest"]) for row in rows]
+    assert statistics.mean(logs) == pytest.approx(math.log(32), abs=3 * 0.8 / len(logs) ** 0.5)
+    assert statistics.stdev(logs) == pytest.approx(0.8, abs=0.12)
 
 
 def test_no_prompt_is_repeated_and_all_are_short_plain_english() -> None:
