@@ -27,6 +27,7 @@ from asyncopd.stage import Stage
 from asyncopd.teachers import device
 from asyncopd.tracking.trackers import RunTracking
 from teacher_cache.causal_scorer import CausalModel
+from teacher_cache.errors import ScoringError
 
 MOST_ASKED_GB = 8
 """Gigabytes that an evaluation may ask of a teacher behind services, at most."""
@@ -113,6 +114,11 @@ class HeldOutWorker:
             self._steps = None
             self.files.write(self._version, end.value)
             self.stage.hand_on()
+        except ScoringError as error:
+            # Figures are worth less than the run, and what a service refuses now it would refuse again.
+            self._steps = None
+            self.files.none_because = f"the teacher refuses whole distributions: {error}"
+            self.stage.log.warning("no held-out figures from now on: %s", self.files.none_because)
 
     def _begin(self) -> Generator[None, None, HeldOut]:
         config, ids = self.folder.config(), self.folder.token_ids()

@@ -39,9 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def served(model: Path, temperature: float = 1.0, port: int = 0) -> ThreadedService:
+def served(model: Path, temperature: float = 1.0, port: int = 0, **settings: int) -> ThreadedService:
     teacher = LocalTeacherConfig(model=model, dtype="fp32", device="cpu", temperature=temperature)
-    return ThreadedService(teacher.load(VOCABULARY), identity=teacher.identity(), port=port)
+    return ThreadedService(teacher.load(VOCABULARY), identity=teacher.identity(), port=port, **settings)
 
 
 def losses(result: RunResult) -> list[float]:
@@ -85,6 +85,17 @@ def test_held_out_figures_that_would_ask_too_much_of_a_service_are_left_out_and_
     assert (len(losses(result)), result.before) == (2, None)
     assert "no held-out figures: an evaluation would ask up to 0.0 GB" in caplog.text
     assert "lower evaluation.prompts" in caplog.text
+
+
+def test_a_service_that_refuses_whole_distributions_costs_the_held_out_figures_and_not_the_run(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    with served(models[0], max_record_bytes=8192) as service:
+        config = with_teacher(tiny_config(tmp_path, *models), urls=(service.url,), model=Path("nowhere"))
+        result = pipeline.run(config)
+    assert (len(losses(result)), result.before) == (2, None)
+    assert "no held-out figures from now on: the teacher refuses whole distributions" in caplog.text
 
 
 @pytest.mark.slow
