@@ -37,16 +37,26 @@ SLICE_S = 0.2
 
 
 class HeldOutFiles:
-    """The figures of a run that have been found, one file a policy version, and which are still to be found.
-
-    none_because   why there will be none although there are held-out prompts, and what to do; else None
-    """
+    """The figures of a run that have been found, one file a policy version, and which are still to be found."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._run_dir = folder.path
         self._config = folder.config()
         self._prompts = len(read_prompts(folder.held_out_path))
-        self.none_because = _none_because(folder, self._prompts)
+        self._refused = folder.path / "evaluations" / "refused.txt"
+        self._none_because = _none_because(folder, self._prompts)
+
+    @property
+    def none_because(self) -> str | None:
+        """Why there will be none although there are held-out prompts, and what to do; else None."""
+        # Asked of the file each time, since another process may have given up.
+        if self._none_because is None and self._refused.exists():
+            self._none_because = self._refused.read_text()
+        return self._none_because
+
+    def give_up(self, reason: str) -> None:
+        """No figures from now on, by any process of the run."""
+        write_whole(self._run_dir, str(self._refused.relative_to(self._run_dir)), reason.encode())
 
     def waiting(self, published: Iterable[int]) -> list[int]:
         """Those of the published versions that are to be evaluated and have no figures yet."""
@@ -72,6 +82,8 @@ class HeldOutFiles:
         for lost in self.versions():
             if lost > version:
                 (self._run_dir / _path(lost)).unlink()
+        # Whoever resumes may have mended what was refused.
+        self._refused.unlink(missing_ok=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,8 +129,9 @@ class HeldOutWorker:
         except ScoringError as error:
             # Figures are worth less than the run, and what a service refuses now it would refuse again.
             self._steps = None
-            self.files.none_because = f"the teacher refuses whole distributions: {error}"
+            self.files.give_up(f"the teacher refuses whole distributions: {error}")
             self.stage.log.warning("no held-out figures from now on: %s", self.files.none_because)
+            self.stage.hand_on()
 
     def _begin(self) -> Generator[None, None, HeldOut]:
         config, ids = self.folder.config(), self.folder.token_ids()
