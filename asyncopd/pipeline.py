@@ -25,7 +25,7 @@ from asyncopd.held_out import HeldOutCollector, HeldOutFiles
 from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
 from asyncopd.learner.commits import Commits
-from asyncopd.learner.load import load_learner, open_accelerator
+from asyncopd.learner.load import leave_group_at_exit, load_learner, open_accelerator
 from asyncopd.learner.loop import LearnerLoop, Owner
 from asyncopd.learner.pace import Pace
 from asyncopd.learner.step import DTYPES, Learner
@@ -76,7 +76,9 @@ def run(
         blaming_storage(config.runs_dir / config.name),
         _Run(open_accelerator(config), *asked, resume=resume, starter=starter) as opened,
     ):
-        return opened.go(resume_version)
+        result = opened.go(resume_version)
+    leave_group_at_exit(opened.accelerator)
+    return result
 
 
 class _Run:

@@ -35,12 +35,18 @@ def undisturbed(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     return run(tiny_config(tmp_path_factory.mktemp("undisturbed"), *models)).path
 
 
+LOOK_AT_EXIT = """import atexit, torch.distributed
+atexit.register(lambda: print("group left open:", torch.distributed.is_initialized()))
+"""
+
+
 @contextmanager
 def launch(folder: Path, models: tuple[Path, Path], *words: str, ranks: int = 1) -> Iterator[Terminal]:
-    """The tiny run under the launcher, at a terminal of its own."""
+    """The tiny run under the launcher, at a terminal of its own; each rank says at exit if its group is still there."""
     options = ["--cpu", "--num-processes", str(ranks)]
-    recipe = [str(write_recipe(folder, *models)), *words]
-    with terminal(sys.executable, "-m", "asyncopd.cli", "launch", *options, *recipe) as shown:
+    recipe = write_recipe(folder, *models)
+    recipe.write_text(LOOK_AT_EXIT + recipe.read_text())
+    with terminal(sys.executable, "-m", "asyncopd.cli", "launch", *options, str(recipe), *words) as shown:
         yield shown
 
 
@@ -96,6 +102,7 @@ def test_two_learner_ranks_train_as_one(tmp_path: Path, models: tuple[Path, Path
     run_dir = tmp_path / "runs" / "tiny"
     with launch(tmp_path, models, ranks=2) as shown:
         assert shown.wait(150) == 0, shown.text()
+        assert shown.text().count("group left open: False") == 2
     spans = read_trace(run_dir).spans
     for rank in ("learner", "learner-1"):
         assert sum(span.process == rank and span.name == "step" for span in spans) == 6

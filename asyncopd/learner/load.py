@@ -1,5 +1,6 @@
 """From a configuration to a learner on this process's device: the same for a run and for a replay."""
 
+import atexit
 from datetime import timedelta
 
 import torch
@@ -35,6 +36,16 @@ def open_accelerator(config: RunConfig) -> Accelerator:
     )
     set_seed(config.seed)
     return accelerator
+
+
+def leave_group_at_exit(accelerator: Accelerator) -> None:
+    """End this rank's process group when the interpreter ends, before it is torn down; for a rank that succeeded.
+
+    A gloo thread that still holds a tensor when Python is gone ends the process with SIGABRT. A rank that failed must
+    not wait for its group: the others may never answer.
+    """
+    if accelerator.num_processes > 1:
+        atexit.register(accelerator.state.destroy_process_group)
 
 
 def load_learner(config: RunConfig, checks: Preflight, accelerator: Accelerator) -> Learner:
