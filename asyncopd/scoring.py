@@ -1,6 +1,6 @@
 """The teacher stage: leases finished answers, has them scored, hands the records to the queue."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,7 @@ from asyncopd.objectives import valid_positions
 from asyncopd.proposal import ProposalPass
 from asyncopd.publish import WeightPublisher
 from asyncopd.queue.ledger import Lease, LeasedSample
-from asyncopd.queue.payloads import read_rollout, write_record
+from asyncopd.queue.payloads import PayloadRef, read_rollout, write_records
 from asyncopd.stage import Stage
 from asyncopd.tracking.keys import CACHE
 from teacher_cache.cached_scorer import CacheCounts
@@ -221,8 +221,7 @@ class ScoringWorker:
                 if self.proposal is not None:
                     requests = self.proposal.draw(requests)
                 before = asdict(self.cache) if self.cache is not None else {}
-                for index, result in zip(batch, self.scorer.score(requests), strict=True):
-                    self._put(lease, pairs[index][0], result)
+                self._put(lease, [pairs[index][0] for index in batch], self.scorer.score(requests))
                 span.add(tokens=sum(len(request.response_ids_T) for request in requests))
                 if self.cache is not None:
                     # Counted in spans, which the learner's process reads: a worker has no other way to its metrics.
@@ -258,16 +257,25 @@ class ScoringWorker:
             teacher=self.teachers.get(sample.prompt_index, DEFAULT),
         )
 
-    def _put(self, lease: Lease, sample: LeasedSample, result: TeacherRecord | ScoringError) -> None:
-        if isinstance(result, ScoringError):
-            self._drop(lease, sample, "unscorable", str(result))
-            return
-        payload = write_record(self.stage.run_dir, sample.uid, result)
-        valid = int(valid_positions(result, self.origins).sum())
+    def _put(
+        self, lease: Lease, samples: Sequence[LeasedSample], results: Sequence[TeacherRecord | ScoringError]
+    ) -> None:
+        scored = []
+        for sample, result in zip(samples, results, strict=True):
+            if isinstance(result, ScoringError):
+                self._drop(lease, sample, "unscorable", str(result))
+            else:
+                scored.append((sample.uid, result))
+        payloads = write_records(self.stage.run_dir, scored)
+        with self.stage.ledger.together():
+            for (uid, record), payload in zip(scored, payloads, strict=True):
+                self._put_one(lease, uid, payload, int(valid_positions(record, self.origins).sum()))
+
+    def _put_one(self, lease: Lease, uid: str, payload: PayloadRef, valid: int) -> None:
         try:
-            self.stage.ledger.put_record(lease.token, sample.uid, payload, valid)
+            self.stage.ledger.put_record(lease.token, uid, payload, valid)
         except StaleLeaseError:
-            self.stage.log.warning("the lease on %s ended while it was scored; another worker has it", sample.uid)
+            self.stage.log.warning("the lease on %s ended while it was scored; another worker has it", uid)
 
     def _drop(self, lease: Lease, sample: LeasedSample, reason: str, detail: str) -> None:
         self.stage.log.warning("sample %s is quarantined (%s): %s", sample.uid, reason, detail)

@@ -11,7 +11,7 @@ from asyncopd.queue.admission import policy_version
 from asyncopd.queue.leases import drop_too_old
 from asyncopd.queue.order import uid_of
 from asyncopd.queue.plan import LedgerPlan
-from asyncopd.queue.rows import Batch, BatchSample, PayloadRef, State
+from asyncopd.queue.rows import Batch, BatchSample, PayloadRef, State, payload_columns
 from asyncopd.queue.selection import POLICIES, QueueRow
 
 
@@ -180,8 +180,8 @@ def _batch(
     connection: sqlite3.Connection, plan: LedgerPlan, where: str, values: tuple[int, ...], limit: int = -1
 ) -> Batch:
     found = connection.execute(
-        "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rolled_at, rollout_path,"
-        " rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes"
+        "SELECT ordinal, slot, attempt, prompt_index, tokens, valid_tokens, oldest_version, rolled_at,"
+        f" {payload_columns('rollout')}, {payload_columns('record')}"
         f" FROM samples WHERE {where} ORDER BY ordinal LIMIT ?",
         (*values, limit),
     )
@@ -194,20 +194,29 @@ def _batch(
             valid_tokens=valid,
             oldest_version=oldest,
             rolled_at=rolled_at,
-            rollout=PayloadRef(path=rollout[0], checksum=rollout[1], bytes=rollout[2]),
-            record=PayloadRef(path=rollout[3], checksum=rollout[4], bytes=rollout[5]),
+            rollout=PayloadRef(*payloads[:4]),
+            record=PayloadRef(*payloads[4:]),
         )
-        for ordinal, slot, attempt, index, tokens, valid, oldest, rolled_at, *rollout in found
+        for ordinal, slot, attempt, index, tokens, valid, oldest, rolled_at, *payloads in found
     ]
     return Batch(samples=tuple(samples))
 
 
-def forget_payloads(connection: sqlite3.Connection, oldest_kept_version: int) -> list[PayloadRef]:
-    """Mark the payloads of samples that are final at ``oldest_kept_version`` as gone, and name them."""
+def forget_payloads(connection: sqlite3.Connection, oldest_kept_version: int) -> list[str]:
+    """Forget the payloads of samples that are final at ``oldest_kept_version``; the packs that nothing needs now."""
     found = connection.execute(
         "UPDATE samples SET forgotten = 1 WHERE state >= 6 AND forgotten = 0 AND final_at <= ?"
-        " RETURNING rollout_path, rollout_checksum, rollout_bytes, record_path, record_checksum, record_bytes",
+        " RETURNING rollout_path, record_path",
         (oldest_kept_version,),
     ).fetchall()
-    refs = [half for row in found for half in (row[:3], row[3:]) if half[0] is not None]
-    return [PayloadRef(path=path, checksum=check, bytes=size) for path, check, size in refs]
+    forgotten = {path for paths in found for path in paths if path is not None}
+    return sorted(forgotten - needed_packs(connection)) if forgotten else []
+
+
+def needed_packs(connection: sqlite3.Connection) -> set[str]:
+    """Paths of the packs that hold a payload which is not forgotten."""
+    columns = "SELECT rollout_path, record_path FROM samples"
+    found = connection.execute(
+        f"{columns} WHERE state < 6 UNION ALL {columns} WHERE state >= 6 AND forgotten = 0"  # each has its index
+    )
+    return {path for paths in found for path in paths if path is not None}

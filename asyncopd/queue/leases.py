@@ -9,24 +9,32 @@ put results or extend it, because nobody else has the work yet.
 import math
 import sqlite3
 import time
+from dataclasses import astuple
 
 from asyncopd.errors import LedgerError, StaleLeaseError
 from asyncopd.queue.admission import admit, live_samples, policy_version, published_version, window
 from asyncopd.queue.order import slot_of, uid_of
 from asyncopd.queue.plan import LedgerPlan
-from asyncopd.queue.rows import FIRST_FINAL, TOO_OLD, Lease, LeasedSample, PayloadRef, State
-
-_LEASED_COLUMNS = (
-    "ordinal, slot, attempt, prompt_index, min_version, exact_version, rollout_path, rollout_checksum, rollout_bytes"
+from asyncopd.queue.rows import (
+    FIRST_FINAL,
+    TOO_OLD,
+    Lease,
+    LeasedSample,
+    PayloadRef,
+    State,
+    payload_columns,
+    payload_of,
 )
+
+_LEASED_COLUMNS = f"ordinal, slot, attempt, prompt_index, min_version, exact_version, {payload_columns('rollout')}"
 
 CLEAR_ROLLOUT = (
-    "rollout_path = NULL, rollout_checksum = NULL, rollout_bytes = NULL, rolled_by = NULL, rolled_s = NULL,"
-    " tokens = NULL, oldest_version = NULL, newest_version = NULL, rolled_at = NULL, finish = NULL"
+    "rollout_path = NULL, rollout_offset = NULL, rollout_bytes = NULL, rollout_checksum = NULL, rolled_by = NULL,"
+    " rolled_s = NULL, tokens = NULL, oldest_version = NULL, newest_version = NULL, rolled_at = NULL, finish = NULL"
 )
 CLEAR_RECORD = (
-    "record_path = NULL, record_checksum = NULL, record_bytes = NULL, scored_by = NULL, scored_s = NULL,"
-    " valid_tokens = NULL, disagreement = NULL"
+    "record_path = NULL, record_offset = NULL, record_bytes = NULL, record_checksum = NULL, scored_by = NULL,"
+    " scored_s = NULL, valid_tokens = NULL, disagreement = NULL"
 )
 
 
@@ -84,11 +92,10 @@ def put_rollout(
     if oldest_version is not None and newest_version is not None:
         _check_versions(uid, oldest_version, newest_version, floor, exact)
     connection.execute(
-        "UPDATE samples SET state = 2, rolled_by = token, rollout_path = ?, rollout_checksum = ?, rollout_bytes = ?,"
+        f"UPDATE samples SET state = 2, rolled_by = token, ({payload_columns('rollout')}) = (?, ?, ?, ?),"
         " tokens = ?, oldest_version = ?, newest_version = ?, finish = ?, rolled_s = ?,"
         " rolled_at = (SELECT policy_version FROM run) WHERE ordinal = ?",
-        (payload.path, payload.checksum, payload.bytes, tokens, oldest_version, newest_version, finish)
-        + (time.time(), ordinal),
+        astuple(payload) + (tokens, oldest_version, newest_version, finish, time.time(), ordinal),
     )
 
 
@@ -108,9 +115,9 @@ def put_record(
         return
     known = disagreement if disagreement is not None and math.isfinite(disagreement) else None
     connection.execute(
-        "UPDATE samples SET state = 4, scored_by = token, record_path = ?, record_checksum = ?, record_bytes = ?,"
+        f"UPDATE samples SET state = 4, scored_by = token, ({payload_columns('record')}) = (?, ?, ?, ?),"
         " valid_tokens = ?, disagreement = ?, scored_s = ? WHERE ordinal = ?",
-        (payload.path, payload.checksum, payload.bytes, valid_tokens, known, time.time(), row[0]),
+        astuple(payload) + (valid_tokens, known, time.time(), row[0]),
     )
 
 
@@ -262,7 +269,7 @@ def _hand_out(
 
 
 def _leased(plan: LedgerPlan, row: tuple) -> LeasedSample:
-    ordinal, slot, attempt, index, floor, exact, path, checksum, size = row
+    ordinal, slot, attempt, index, floor, exact, *payload = row
     return LeasedSample(
         uid=uid_of(plan, slot, attempt),
         ordinal=ordinal,
@@ -273,7 +280,7 @@ def _leased(plan: LedgerPlan, row: tuple) -> LeasedSample:
         min_version=floor,
         exact_version=exact,
         group=None if plan.lag is None else ordinal // plan.group_size,
-        rollout=None if path is None else PayloadRef(path=path, checksum=checksum, bytes=size),
+        rollout=payload_of(payload),
     )
 
 

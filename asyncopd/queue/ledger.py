@@ -106,6 +106,16 @@ class Ledger:
         """Whether all steps are committed."""
         return self.policy_version == self._plan.steps
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is called in the block is one transaction; an error that leaves the block undoes all of it.
+
+        Samples whose payloads share a pack are put together: a pack of which the ledger knew a part only could be
+        deleted with that part.
+        """
+        with transaction(self._connection, self._path):
+            yield
+
     def lease_rollouts(self, owner: str, count: int, lease_s: float) -> Lease | None:
         """Admit as far as the window allows, then hand out up to ``count`` samples to generate, oldest first.
 
@@ -244,15 +254,11 @@ class Ledger:
         with transaction(self._connection, self._path, durable=True) as connection:
             resumed = roll_back(connection, self._plan, version, kept_from, lambda ref: is_whole(folder, ref))
             check_counters(connection)
-        named = self._connection.execute(
-            "SELECT rollout_path FROM samples WHERE rollout_path IS NOT NULL AND forgotten = 0"
-            " UNION ALL SELECT record_path FROM samples WHERE record_path IS NOT NULL AND forgotten = 0"
-        )
-        sweep(folder, {row[0] for row in named})
+        sweep(folder, batches.needed_packs(self._connection))
         return resumed
 
-    def forget_payloads(self, oldest_kept_version: int) -> list[PayloadRef]:
-        """Payloads that no kept checkpoint can need again, each returned once; the caller deletes the files.
+    def forget_payloads(self, oldest_kept_version: int) -> list[str]:
+        """Packs of payloads that no kept checkpoint can need again, each returned once; the caller deletes the files.
 
         oldest_kept_version     policy version of the oldest checkpoint that a resume may use
 

@@ -1,9 +1,10 @@
-"""What the samples of the queue carry: one safetensors file a rollout, one a teacher record.
+"""What the samples of the queue carry: a rollout and a teacher record, each a safetensors file inside a pack.
 
 Shape suffixes: T response positions, C candidates a position, V vocabulary.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from asyncopd.queue.files import PayloadError, delete_payloads, read_checked, write_payload
+from asyncopd.queue.files import PayloadError, delete_payloads, read_checked, write_payloads
 from asyncopd.queue.rows import PayloadRef
 from asyncopd.types import Rollout
 from teacher_cache.record import CandidateSet, TeacherRecord
@@ -22,13 +23,17 @@ __all__ = [
     "delete_payloads",
     "read_record",
     "read_rollout",
-    "write_record",
-    "write_rollout",
+    "write_records",
+    "write_rollouts",
 ]
 
 
-def write_rollout(run_dir: Path, rollout: Rollout) -> PayloadRef:
-    """Write an answer; the reference to put into the ledger. PayloadError if it cannot be written."""
+def write_rollouts(run_dir: Path, rollouts: Iterable[Rollout]) -> list[PayloadRef]:
+    """Write answers; the references to put into the ledger, together. PayloadError if they cannot be written."""
+    return write_payloads(run_dir, "rollouts", ((rollout.uid, _rollout_bytes(rollout)) for rollout in rollouts))
+
+
+def _rollout_bytes(rollout: Rollout) -> bytes:
     tensors = {
         "response_ids_T": rollout.response_ids_T.to(torch.int32),
         "versions_T": rollout.versions_T.to(torch.int32),
@@ -40,11 +45,11 @@ def write_rollout(run_dir: Path, rollout: Rollout) -> PayloadRef:
         "finish": rollout.finish,
         "candidates": None if rollout.candidates is None else _pack(rollout.candidates, "candidates", tensors),
     }
-    return _write(run_dir, "rollouts", rollout.uid, tensors, told)
+    return _bytes(tensors, told)
 
 
 def read_rollout(run_dir: Path, ref: PayloadRef, uid: str) -> Rollout:
-    """The answer that ``write_rollout`` wrote. PayloadError if it is missing, damaged or another sample's."""
+    """The answer that ``write_rollouts`` wrote. PayloadError if it is missing, damaged or another sample's."""
     tensors, told = _read(run_dir, ref, uid)
     candidates = told["candidates"]
     return Rollout(
@@ -58,16 +63,20 @@ def read_rollout(run_dir: Path, ref: PayloadRef, uid: str) -> Rollout:
     )
 
 
-def write_record(run_dir: Path, uid: str, record: TeacherRecord) -> PayloadRef:
-    """Write the teacher's record of sample ``uid``; the reference to put into the ledger."""
+def write_records(run_dir: Path, records: Iterable[tuple[str, TeacherRecord]]) -> list[PayloadRef]:
+    """Write the teacher's records of samples, (uid, record) each; the references to put into the ledger, together."""
+    return write_payloads(run_dir, "records", ((uid, _record_bytes(uid, record)) for uid, record in records))
+
+
+def _record_bytes(uid: str, record: TeacherRecord) -> bytes:
     tensors = {"log_q_T": record.log_q_T.to(torch.float32), "entropy_T": record.entropy_T.to(torch.float32)}
     sets = [_pack(candidates, f"set{place}", tensors) for place, candidates in enumerate(record.sets)]
     told = {"uid": uid, "temperature": record.temperature, "teacher": record.teacher, "sets": sets}
-    return _write(run_dir, "records", uid, tensors, told)
+    return _bytes(tensors, told)
 
 
 def read_record(run_dir: Path, ref: PayloadRef, uid: str) -> TeacherRecord:
-    """The record that ``write_record`` wrote. PayloadError if it is missing, damaged or another sample's."""
+    """The record that ``write_records`` wrote. PayloadError if it is missing, damaged or another sample's."""
     tensors, told = _read(run_dir, ref, uid)
     return TeacherRecord(
         temperature=told["temperature"],
@@ -121,9 +130,8 @@ def _unpack(packed: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Ca
     )
 
 
-def _write(run_dir: Path, kind: str, uid: str, tensors: dict[str, Tensor], told: dict[str, Any]) -> PayloadRef:
-    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"told": json.dumps(told)})
-    return write_payload(run_dir, kind, uid, data)
+def _bytes(tensors: dict[str, Tensor], told: dict[str, Any]) -> bytes:
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"told": json.dumps(told)})
 
 
 def _read(run_dir: Path, ref: PayloadRef, uid: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,7 +11,7 @@ from asyncopd.errors import LedgerError
 from asyncopd.queue.admission import policy_version, published_version
 from asyncopd.queue.leases import CLEAR_RECORD, CLEAR_ROLLOUT
 from asyncopd.queue.plan import LedgerPlan
-from asyncopd.queue.rows import FIRST_FINAL, PayloadRef, Resumed, State
+from asyncopd.queue.rows import FIRST_FINAL, PayloadRef, Resumed, State, payload_columns, payload_of
 
 _REVIVED = (
     "SELECT ordinal FROM samples AS sample WHERE state >= 6 AND final_at > :version AND NOT ("
@@ -68,7 +68,7 @@ def roll_back(
     )
     live = _live(connection)
     lost = [ref for row in live for ref in (row.rollout, row.record) if ref is not None and not is_whole(ref)]
-    targets = _targets(plan, version, live, {ref.path for ref in lost})
+    targets = _targets(plan, version, live, set(lost))
     _refuse_lost_weights(live, targets, kept_from)
     _move(connection, live, targets, published_version(connection))
     return Resumed(
@@ -85,8 +85,8 @@ def roll_back(
 
 def _live(connection: sqlite3.Connection) -> list[_Live]:
     found = connection.execute(
-        "SELECT ordinal, state, exact_version, oldest_version, newest_version, rollout_path, rollout_checksum,"
-        " rollout_bytes, record_path, record_checksum, record_bytes FROM samples WHERE state < 6 ORDER BY ordinal"
+        f"SELECT ordinal, state, exact_version, oldest_version, newest_version, {payload_columns('rollout')},"
+        f" {payload_columns('record')} FROM samples WHERE state < 6 ORDER BY ordinal"
     )
     return [
         _Live(
@@ -95,21 +95,21 @@ def _live(connection: sqlite3.Connection) -> list[_Live]:
             exact_version=row[2],
             oldest_version=row[3],
             newest_version=row[4],
-            rollout=None if row[5] is None else PayloadRef(path=row[5], checksum=row[6], bytes=row[7]),
-            record=None if row[8] is None else PayloadRef(path=row[8], checksum=row[9], bytes=row[10]),
+            rollout=payload_of(row[5:9]),
+            record=payload_of(row[9:]),
         )
         for row in found
     ]
 
 
-def _targets(plan: LedgerPlan, version: int, live: list[_Live], lost: set[str]) -> list[State]:
+def _targets(plan: LedgerPlan, version: int, live: list[_Live], lost: set[PayloadRef]) -> list[State]:
     """The furthest state that each live sample may keep."""
     targets = []
     for rank, row in enumerate(live):
         trained_at = version + rank // plan.batch_size
-        if row.rollout is None or row.rollout.path in lost or not _still_valid(plan, version, trained_at, row):
+        if row.rollout is None or row.rollout in lost or not _still_valid(plan, version, trained_at, row):
             targets.append(State.PENDING)
-        elif row.record is None or row.record.path in lost:
+        elif row.record is None or row.record in lost:
             targets.append(State.ROLLED)
         else:
             targets.append(State.SCORED)

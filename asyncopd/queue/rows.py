@@ -1,8 +1,9 @@
 """The frozen records that the ledger hands out, and the states a sample passes through."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class State(IntEnum):
@@ -23,18 +24,30 @@ TOO_OLD = "too_old"
 """The reason under which a policy that overtakes drops a sample whose oldest token is beyond max_staleness."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PayloadRef:
     """Where a payload lies and how to know that it is whole.
 
-    path        relative to the run folder
-    checksum    of the whole file, with the name of its algorithm
-    bytes       size of the file
+    path        of the pack, relative to the run folder
+    offset      of its first byte in the pack
+    bytes       its size
+    checksum    of these bytes, with the name of its algorithm
     """
 
     path: str
-    checksum: str
+    offset: int
     bytes: int
+    checksum: str
+
+
+def payload_columns(kind: str) -> str:
+    """The columns of a payload, ``rollout`` or ``record``, in the order that ``payload_of`` takes."""
+    return f"{kind}_path, {kind}_offset, {kind}_bytes, {kind}_checksum"
+
+
+def payload_of(columns: Sequence[Any]) -> PayloadRef | None:
+    """The payload of a row's columns; None where the sample has none yet."""
+    return None if columns[0] is None else PayloadRef(*columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ The indices on live samples are partial: they hold the window, not the history, 
 grow with the number of samples that went before.
 """
 
-FORMAT = 1
+FORMAT = 2
 """Changes whenever an older asyncopd could misread the tables."""
 
 TABLES = (
@@ -19,9 +19,10 @@ TABLES = (
     "CREATE TABLE samples (ordinal INTEGER PRIMARY KEY, slot INTEGER NOT NULL, attempt INTEGER NOT NULL,"
     " prompt_index INTEGER NOT NULL, state INTEGER NOT NULL, min_version INTEGER NOT NULL, exact_version INTEGER,"
     " token INTEGER, rolled_by INTEGER, scored_by INTEGER,"
-    " rollout_path TEXT, rollout_checksum TEXT, rollout_bytes INTEGER, finish TEXT,"
+    " rollout_path TEXT, rollout_offset INTEGER, rollout_bytes INTEGER, rollout_checksum TEXT, finish TEXT,"
     " tokens INTEGER, oldest_version INTEGER, newest_version INTEGER, rolled_at INTEGER,"
-    " record_path TEXT, record_checksum TEXT, record_bytes INTEGER, valid_tokens INTEGER, disagreement REAL,"
+    " record_path TEXT, record_offset INTEGER, record_bytes INTEGER, record_checksum TEXT, valid_tokens INTEGER,"
+    " disagreement REAL,"
     " final_at INTEGER, reason TEXT, detail TEXT, forgotten INTEGER NOT NULL DEFAULT 0,"
     " admitted_s REAL NOT NULL, rolled_s REAL, scored_s REAL, final_s REAL, UNIQUE (slot, attempt)) STRICT",
     "CREATE INDEX live ON samples (ordinal) WHERE state < 6",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from asyncopd.errors import LedgerError
 from asyncopd.queue.order import uid_of
 from asyncopd.queue.plan import LedgerPlan
-from asyncopd.queue.rows import PayloadRef, State
+from asyncopd.queue.rows import PayloadRef, State, payload_columns, payload_of
 
 
 def check_counters(connection: sqlite3.Connection) -> None:
@@ -132,10 +132,11 @@ def _payloads(
 ) -> Iterator[str]:
     for kind in ("rollout", "record"):
         found = connection.execute(
-            f"SELECT slot, attempt, {kind}_path, {kind}_checksum, {kind}_bytes FROM samples"
+            f"SELECT slot, attempt, {payload_columns(kind)} FROM samples"
             f" WHERE {kind}_path IS NOT NULL AND forgotten = 0"
         )
-        for slot, attempt, path, check, size in found:
-            wrong = problem(PayloadRef(path=path, checksum=check, bytes=size))
+        for slot, attempt, *columns in found:
+            payload = payload_of(columns)
+            wrong = None if payload is None else problem(payload)
             if wrong is not None:
                 yield f"the {kind} of sample {uid_of(plan, slot, attempt)}: {wrong}"

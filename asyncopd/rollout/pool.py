@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from asyncopd.errors import ConfigError, RequestRefusedError, StaleLeaseError
 from asyncopd.publish import WeightSource
 from asyncopd.queue.ledger import Lease
-from asyncopd.queue.payloads import write_rollout
+from asyncopd.queue.payloads import PayloadRef, write_rollouts
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.mixed_engine import TeacherFraction
 from asyncopd.rollout.sampling import SamplingConfig
@@ -212,17 +212,21 @@ class RolloutWorker:
                 span.add(tokens=self.engine.in_flight)
                 self.stage.beat()
                 ended = self.engine.step()
-                for rollout in ended:
-                    self._put(rollout)
-                    span.add(samples=1)
                 if ended:
+                    self._put(ended)
+                    span.add(samples=len(ended))
                     self.stage.hand_on()
                 if not self.pinned and time.monotonic() - self._looked > _LOOK_S:
                     self._look()
         self._heartbeat()
 
-    def _put(self, rollout: Rollout) -> None:
-        payload = write_rollout(self.stage.run_dir, rollout)
+    def _put(self, ended: list[Rollout]) -> None:
+        payloads = write_rollouts(self.stage.run_dir, ended)
+        with self.stage.ledger.together():
+            for rollout, payload in zip(ended, payloads, strict=True):
+                self._put_one(rollout, payload)
+
+    def _put_one(self, rollout: Rollout, payload: PayloadRef) -> None:
         token = self._tokens.pop(rollout.uid)
         versions = rollout.versions_T
         by_student = bool((versions != NO_VERSION).any())

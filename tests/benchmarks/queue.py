@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncopd.queue.files import read_checked, write_payload
+from asyncopd.queue.files import read_checked, write_payloads
 from asyncopd.queue.ledger import Ledger, LedgerPlan, PayloadRef
+from asyncopd.queue.rows import payload_columns
 from tests.benchmarks.queue_policies import simulate_all
 
 BATCH = 64
@@ -42,14 +43,21 @@ def plan_of(steps: int, **changes: Any) -> LedgerPlan:
 def turn(ledger: Ledger, folder: Path, data: bytes, count: int) -> bool:
     """Generate and score up to ``count`` samples; whether there was anything to do."""
     rolling = ledger.lease_rollouts("bench", count, HOUR_S)
-    for sample in rolling.samples if rolling else ():
-        ref = write_payload(folder, "rollouts", sample.uid, data)
-        ledger.put_rollout(rolling.token, sample.uid, ref, 100, sample.min_version, sample.min_version, "eos")
+    if rolling is not None:
+        refs = write_payloads(folder, "rollouts", [(sample.uid, data) for sample in rolling.samples])
+        with ledger.together():
+            for sample, ref in zip(rolling.samples, refs, strict=True):
+                version = sample.min_version
+                ledger.put_rollout(rolling.token, sample.uid, ref, 100, version, version, "eos")
     scoring = ledger.lease_scoring("bench", count, HOUR_S)
-    for sample in scoring.samples if scoring else ():
-        assert sample.rollout is not None
-        read_checked(folder, sample.rollout)
-        ledger.put_record(scoring.token, sample.uid, write_payload(folder, "records", sample.uid, data), 100)
+    if scoring is not None:
+        for sample in scoring.samples:
+            assert sample.rollout is not None
+            read_checked(folder, sample.rollout)
+        refs = write_payloads(folder, "records", [(sample.uid, data) for sample in scoring.samples])
+        with ledger.together():
+            for sample, ref in zip(scoring.samples, refs, strict=True):
+                ledger.put_record(scoring.token, sample.uid, ref, 100)
     return rolling is not None or scoring is not None
 
 
@@ -117,10 +125,10 @@ def fill(ledger: Ledger, rows: int) -> None:
     connection.execute(
         "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < ? - 1)"
         " INSERT INTO samples (ordinal, slot, attempt, prompt_index, state, min_version, token, rolled_by, scored_by,"
-        " rollout_path, rollout_checksum, rollout_bytes, finish, tokens, oldest_version, newest_version, record_path,"
-        " record_checksum, record_bytes, valid_tokens, final_at, forgotten, admitted_s, rolled_s, scored_s, final_s)"
-        " SELECT i, i, 0, i, 6, i / ?, 1, 1, 1, 'payloads/rollouts/0/0/' || i || '-0-0-0.safetensors', 'crc32:0', 9,"
-        " 'eos', 100, i / ?, i / ?, 'payloads/records/0/0/' || i || '-0-0-0.safetensors', 'crc32:0', 9, 100,"
+        f" {payload_columns('rollout')}, finish, tokens, oldest_version, newest_version, {payload_columns('record')},"
+        " valid_tokens, final_at, forgotten, admitted_s, rolled_s, scored_s, final_s)"
+        " SELECT i, i, 0, i, 6, i / ?, 1, 1, 1, 'payloads/rollouts/0/0/' || i || '-0-0-0.pack', 0, 9, 'crc32:0',"
+        " 'eos', 100, i / ?, i / ?, 'payloads/records/0/0/' || i || '-0-0-0.pack', 0, 9, 'crc32:0', 100,"
         " i / ? + 1, 1, 0, 0, 0, 0 FROM n",
         (steps * BATCH, BATCH, BATCH, BATCH, BATCH),
     )
@@ -136,7 +144,7 @@ def fill(ledger: Ledger, rows: int) -> None:
 def seconds_a_sample(rows: int, measured_steps: int, rounds: int) -> float:
     """CPU time of the ledger calls alone, with ``rows`` rows of history, counts and staleness read each step."""
     folder = Path(tempfile.mkdtemp(prefix="queue-growth-"))
-    ref = PayloadRef(path="payloads/rollouts/0/0/some-0-0-0.safetensors", checksum="crc32:0", bytes=9)
+    ref = PayloadRef(path="payloads/rollouts/0/0/some-0-0-0.pack", offset=0, bytes=9, checksum="crc32:0")
     try:
         with Ledger.create(folder / "ledger.sqlite", plan_of(10**6)) as ledger:
             ledger.publish(0)

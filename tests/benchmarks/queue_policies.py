@@ -25,7 +25,7 @@ SIGMA = 1.0
 SCORING = 20.0
 STEP = BATCH * MEDIAN_TOKENS * math.exp(SIGMA**2 / 2) / SLOTS
 HOUR_S = 3600.0
-PAYLOAD = PayloadRef(path="payloads/none", checksum="crc32:0", bytes=0)
+PAYLOAD = PayloadRef(path="payloads/none", offset=0, bytes=0, checksum="crc32:0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

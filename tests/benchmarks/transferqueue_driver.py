@@ -5,7 +5,7 @@ The way of a sample is that of ``tests.benchmarks.queue``, call for call, with t
     ledger                                      TransferQueue
     admission of a batch, in lease_rollouts     put of a batch's prompts (8 bytes each)
     lease_rollouts, lease_scoring (8 samples)   get_meta(mode="fetch") of 8 samples
-    write_payload, put_rollout or put_record    put of a row's ``rollout`` or ``record``
+    write_payloads, put_rollout or put_record    put of a row's ``rollout`` or ``record``
     read_checked, by the scorer                 get_data of 8 samples
     lease_batch, read_checked, by the learner   get_meta(mode="fetch") and get_data of a batch
     commit_step, forget_payloads                clear_samples

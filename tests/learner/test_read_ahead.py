@@ -8,7 +8,7 @@ import torch
 from asyncopd.learner import read_ahead
 from asyncopd.learner.read_ahead import ReadAhead, read_samples
 from asyncopd.queue.ledger import Batch
-from asyncopd.queue.payloads import write_record, write_rollout
+from asyncopd.queue.payloads import write_records, write_rollouts
 from asyncopd.types import Rollout
 from teacher_cache.record import TeacherRecord
 from tests.queue.driver import Driver
@@ -30,14 +30,16 @@ def driver(tmp_path: Path) -> Driver:
             finish="eos",
             candidates=None,
         )
-        driver.ledger.put_rollout(lease.token, sample.uid, write_rollout(tmp_path, rollout), 3 + number, 0, 0, "eos")
+        driver.ledger.put_rollout(
+            lease.token, sample.uid, write_rollouts(tmp_path, [rollout])[0], 3 + number, 0, 0, "eos"
+        )
     lease = driver.ledger.lease_scoring("scorer", 12, 60.0)
     assert lease is not None
     for sample in lease.samples:
         record = TeacherRecord(
             temperature=1.0, teacher="default", log_q_T=torch.zeros(3), entropy_T=torch.zeros(3), sets=()
         )
-        driver.ledger.put_record(lease.token, sample.uid, write_record(tmp_path, sample.uid, record), 3)
+        driver.ledger.put_record(lease.token, sample.uid, write_records(tmp_path, [(sample.uid, record)])[0], 3)
     return driver
 
 

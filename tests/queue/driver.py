@@ -88,7 +88,7 @@ def write_payload(folder: Path, uid: str, kind: str, text: str = "") -> PayloadR
     data = f"{kind} {uid} {text}".encode()
     path = f"payloads/{kind}/{uid}"
     write_whole(folder, path, data)
-    return PayloadRef(path=path, checksum=checksum(data), bytes=len(data))
+    return PayloadRef(path=path, offset=0, bytes=len(data), checksum=checksum(data))
 
 
 def uids_of(found: Lease | Batch | None) -> list[str]:

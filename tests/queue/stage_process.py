@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from asyncopd.queue.doorbell import Doorbell, ring_all
+from asyncopd.queue.files import delete_payloads
 from asyncopd.queue.ledger import Lease, Ledger
 from tests.queue.driver import write_payload
 
@@ -101,8 +102,7 @@ def train(ledger: Ledger, folder: Path, fuse: Fuse) -> bool:
         fuse.reach("half_payload")
         partial.replace(folder / "checkpoint")
         kept = max(0, version - 2)
-        for ref in ledger.forget_payloads(kept):
-            (folder / ref.path).unlink()
+        delete_payloads(folder, ledger.forget_payloads(kept))
     return True
 
 

@@ -1,11 +1,13 @@
 """Leases, results, quarantine and the learner's batch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
-from asyncopd.queue.ledger import Ledger, QueueConfig, State
+from asyncopd.queue.files import delete_payloads, write_payloads
+from asyncopd.queue.ledger import LeasedSample, Ledger, QueueConfig, State
 from asyncopd.queue.order import permuted, prompt_index
 from tests.queue.driver import HOUR_S, Driver, plan_of, uids_of
 
@@ -13,6 +15,12 @@ from tests.queue.driver import HOUR_S, Driver, plan_of, uids_of
 @pytest.fixture
 def driver(tmp_path: Path) -> Driver:
     return Driver(tmp_path)
+
+
+def put_together(driver: Driver, token: int, *samples: LeasedSample) -> None:
+    with driver.ledger.together():
+        for sample in samples:
+            driver.put_rollout(token, sample)
 
 
 def test_a_run_trains_every_sample_of_the_first_slots_exactly_once(driver: Driver) -> None:
@@ -184,9 +192,37 @@ def test_payloads_are_forgotten_once_the_oldest_kept_checkpoint_covers_them(driv
     refs = driver.ledger.forget_payloads(2)
     assert len(refs) == 2 * 8
     assert driver.ledger.forget_payloads(2) == []
-    for ref in refs:
-        (driver.folder / ref.path).unlink()
+    delete_payloads(driver.folder, refs)
     assert driver.ledger.verify() == []
+
+
+def test_a_pack_is_kept_until_its_last_payload_is_forgotten(driver: Driver) -> None:
+    lease = driver.ledger.lease_rollouts("roller", 8, HOUR_S)
+    assert lease is not None
+    uids = [sample.uid for sample in lease.samples]
+    refs = write_payloads(driver.folder, "rollouts", [(uid, uid.encode()) for uid in uids])
+    with driver.ledger.together():
+        for sample, ref in zip(lease.samples, refs, strict=True):
+            version = sample.min_version
+            driver.ledger.put_rollout(lease.token, sample.uid, ref, 7, version, version, "eos")
+    (pack,) = {ref.path for ref in refs}
+    driver.score()
+    driver.train()
+    assert pack not in driver.ledger.forget_payloads(1)
+    assert driver.ledger.verify() == []
+    driver.train()
+    assert pack in driver.ledger.forget_payloads(2)
+
+
+def test_an_error_in_the_midst_of_what_is_put_together_puts_nothing(driver: Driver) -> None:
+    lease = driver.ledger.lease_rollouts("roller", 2, HOUR_S)
+    assert lease is not None
+    known = lease.samples[0]
+    with pytest.raises(LedgerError, match="not in this ledger"):
+        put_together(driver, lease.token, known, replace(known, uid="9-9-0-9"))
+    assert driver.ledger.counts().rolling == 2
+    driver.put_rollout(lease.token, lease.samples[0])
+    assert driver.ledger.counts().rolled == 1
 
 
 def test_a_recorded_run_forgets_no_payload(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_files_that_no_sample_refers_to_are_deleted(driver: Driver) -> None:
     forgotten = driver.ledger.forget_payloads(1)
     driver.ledger.resume(2, None)
     assert not stray.exists()
-    assert not any((driver.folder / ref.path).exists() for ref in forgotten)
+    assert not any((driver.folder / pack).exists() for pack in forgotten)
     assert driver.ledger.verify() == []
 
 

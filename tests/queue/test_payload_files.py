@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from asyncopd.errors import LedgerError
+from asyncopd.queue import files
 from asyncopd.queue.files import PayloadError
-from asyncopd.queue.payloads import delete_payloads, read_record, read_rollout, write_record, write_rollout
+from asyncopd.queue.payloads import (
+    PayloadRef,
+    delete_payloads,
+    read_record,
+    read_rollout,
+    write_records,
+    write_rollouts,
+)
 from asyncopd.types import Rollout
 from teacher_cache.record import CandidateSet, TeacherRecord
 
@@ -42,6 +50,16 @@ def rollout(of: CandidateSet | None) -> Rollout:
     )
 
 
+def one_rollout(folder: Path, written: Rollout) -> PayloadRef:
+    (ref,) = write_rollouts(folder, [written])
+    return ref
+
+
+def one_record(folder: Path, record: TeacherRecord) -> PayloadRef:
+    (ref,) = write_records(folder, [(UID, record)])
+    return ref
+
+
 def assert_same_set(found: CandidateSet | None, expected: CandidateSet | None) -> None:
     assert (found is None) == (expected is None)
     if found is None or expected is None:
@@ -58,7 +76,7 @@ def assert_same_set(found: CandidateSet | None, expected: CandidateSet | None) -
 @pytest.mark.parametrize("of", [None, candidates(scored=False), candidates(scored=False, proposal=True)])
 def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path, of: CandidateSet | None) -> None:
     written = rollout(of)
-    ref = write_rollout(tmp_path, written)
+    ref = one_rollout(tmp_path, written)
     assert (tmp_path / ref.path).stat().st_size == ref.bytes
     found = read_rollout(tmp_path, ref, UID)
     assert (found.uid, found.prompt_ids, found.finish) == (UID, (3, 1, 4), "eos")
@@ -75,7 +93,7 @@ def test_a_record_comes_back_as_it_was_written_missing_scores_included(tmp_path:
     record = TeacherRecord(
         temperature=0.7, teacher="big", log_q_T=-torch.rand(T), entropy_T=torch.rand(T), sets=(scored, teacher)
     )
-    found = read_record(tmp_path, write_record(tmp_path, UID, record), UID)
+    found = read_record(tmp_path, one_record(tmp_path, record), UID)
     assert (found.temperature, found.teacher) == (0.7, "big")
     assert torch.equal(found.log_q_T, record.log_q_T)
     assert torch.equal(found.entropy_T, record.entropy_T)
@@ -99,20 +117,51 @@ def test_the_whole_vocabulary_is_stored_as_its_scores_alone(tmp_path: Path, padd
         log_q_TC=torch.randn(T, wide),
     )
     record = TeacherRecord(temperature=1.0, teacher="t", log_q_T=-torch.rand(T), entropy_T=torch.rand(T), sets=(full,))
-    ref = write_record(tmp_path, UID, record)
+    ref = one_record(tmp_path, record)
     assert ref.bytes < (T + 1) * wide * 4 + 2000
     assert_same_set(read_record(tmp_path, ref, UID).sets[0], full)
+
+
+def test_payloads_written_at_once_share_a_pack_and_each_comes_back(tmp_path: Path) -> None:
+    written = [replace(rollout(candidates(scored=False)), uid=f"0-{n}-0-0", prompt_ids=(n,)) for n in range(5)]
+    refs = write_rollouts(tmp_path, written)
+    (pack,) = {ref.path for ref in refs}
+    assert (tmp_path / pack).stat().st_size == sum(ref.bytes for ref in refs)
+    for ref, expected in zip(refs, written, strict=True):
+        assert read_rollout(tmp_path, ref, expected.uid).prompt_ids == expected.prompt_ids
+
+
+def test_a_pack_grows_no_larger_than_its_bound_unless_one_payload_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = one_rollout(tmp_path, rollout(None)).bytes
+    uids = [f"0-{n}-0-0" for n in range(5)]
+    for bound, packs in ((2 * size + 99, 3), (size - 1, 5)):
+        monkeypatch.setattr(files, "PACK_BYTES", bound)
+        refs = write_rollouts(tmp_path, [replace(rollout(None), uid=uid) for uid in uids])
+        assert len({ref.path for ref in refs}) == packs
+        assert [read_rollout(tmp_path, ref, uid).uid for ref, uid in zip(refs, uids, strict=True)] == uids
+
+
+def test_damage_to_one_payload_of_a_pack_leaves_the_others_whole(tmp_path: Path) -> None:
+    one, other = write_rollouts(tmp_path, [rollout(None), replace(rollout(None), uid="0-1-0-0")])
+    data = bytearray((tmp_path / one.path).read_bytes())
+    data[one.bytes - 1] ^= 1
+    (tmp_path / one.path).write_bytes(data)
+    with pytest.raises(PayloadError, match="checksum"):
+        read_rollout(tmp_path, one, UID)
+    assert read_rollout(tmp_path, other, "0-1-0-0").finish == "eos"
 
 
 def test_an_empty_answer_comes_back_empty(tmp_path: Path) -> None:
     empty = torch.zeros(0)
     written = replace(rollout(None), response_ids_T=empty.int(), versions_T=empty.int(), log_b_T=empty, finish="length")
-    assert read_rollout(tmp_path, write_rollout(tmp_path, written), UID).log_b_T.shape == (0,)
+    assert read_rollout(tmp_path, one_rollout(tmp_path, written), UID).log_b_T.shape == (0,)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
 def test_damage_is_found_and_the_error_names_the_file(tmp_path: Path, damage: str) -> None:
-    ref = write_rollout(tmp_path, rollout(None))
+    ref = one_rollout(tmp_path, rollout(None))
     path = tmp_path / ref.path
     data = bytearray(path.read_bytes())
     if damage == "missing":
@@ -127,31 +176,31 @@ def test_damage_is_found_and_the_error_names_the_file(tmp_path: Path, damage: st
 
 
 def test_a_payload_of_another_sample_is_refused(tmp_path: Path) -> None:
-    ref = write_rollout(tmp_path, rollout(None))
+    ref = one_rollout(tmp_path, rollout(None))
     with pytest.raises(PayloadError, match=f"belongs to sample {UID}"):
         read_rollout(tmp_path, ref, "0-0-0-0")
 
 
 def test_two_workers_with_different_answers_never_overwrite_each_other(tmp_path: Path) -> None:
     first, second = rollout(None), replace(rollout(None), finish="length")
-    one, other = write_rollout(tmp_path, first), write_rollout(tmp_path, second)
+    one, other = one_rollout(tmp_path, first), one_rollout(tmp_path, second)
     assert one.path != other.path
     assert read_rollout(tmp_path, one, UID).finish == "eos"
     assert read_rollout(tmp_path, other, UID).finish == "length"
 
 
 def test_no_temporary_file_is_left(tmp_path: Path) -> None:
-    ref = write_rollout(tmp_path, rollout(candidates(scored=False)))
+    ref = one_rollout(tmp_path, rollout(candidates(scored=False)))
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [Path(ref.path).name]
 
 
 def test_deleting_payloads_that_are_gone_is_no_error(tmp_path: Path) -> None:
-    ref = write_rollout(tmp_path, rollout(None))
-    delete_payloads(tmp_path, [ref, ref])
+    ref = one_rollout(tmp_path, rollout(None))
+    delete_payloads(tmp_path, [ref.path, ref.path])
     assert not (tmp_path / ref.path).exists()
 
 
 def test_a_payload_that_cannot_be_written_is_a_ledger_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "payloads").write_text("a file where the folder should be")
     with pytest.raises(LedgerError, match="cannot be written.*resume"):
-        write_rollout(tmp_path, rollout(None))
+        one_rollout(tmp_path, rollout(None))
