@@ -135,13 +135,16 @@ class HeldOutWorker:
 
     def _begin(self) -> Generator[None, None, HeldOut]:
         config, ids = self.folder.config(), self.folder.token_ids()
-        student = AutoModelForCausalLM.from_pretrained(config.student, dtype=DTYPES[config.rollout.dtype])
-        load_weights_into(student, self.weights.directory(self._version))
+        with self.stage.loading():
+            student = AutoModelForCausalLM.from_pretrained(config.student, dtype=DTYPES[config.rollout.dtype])
+            load_weights_into(student, self.weights.directory(self._version))
+            student.to(device())
+            teacher = self.teacher()
         longest = config.evaluation.max_new_tokens
         sampling = config.rollout.sampling
         return held_out_steps(
-            student.to(device()),
-            self.teacher(),
+            student,
+            teacher,
             read_prompts(self.folder.held_out_path),
             sampling if longest is None else replace(sampling, max_new_tokens=longest),
             tokenizer=AutoTokenizer.from_pretrained(config.student),

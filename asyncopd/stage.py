@@ -2,7 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ class Stage:
     name        process name: ``rollout-0``, ``scorer-0``
     seed        the run's seed
     lease_s     seconds after which work that shows no progress goes to another worker
+    load_s      seconds that loading a model may take
     wakes       doorbells to ring when this stage has handed something on
     beat        tells the supervisor that there was progress: a decode step, some answers scored, a look for work
     """
@@ -32,6 +35,7 @@ class Stage:
     doorbell: Doorbell
     seed: int
     lease_s: float
+    load_s: float
     wakes: tuple[str, ...]
     beat: Callable[[], None]
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -55,6 +59,24 @@ class Stage:
         """Ask the stage to end after what it is doing; safe from another thread."""
         self._stop.set()
         ring(self.run_dir, self.name)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A model is loaded in the block, which tells of no progress itself: for ``load_s`` this is none to miss."""
+        loaded = threading.Event()
+
+        def beat_on() -> None:
+            until = time.monotonic() + self.load_s
+            while time.monotonic() < until and not loaded.wait(self.lease_s / 4):
+                self.beat()
+
+        thread = threading.Thread(target=beat_on, name="loading", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            loaded.set()
+            thread.join()
 
     def rest(self) -> None:
         """Wait until somebody rings, or for the slow poll."""

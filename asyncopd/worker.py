@@ -66,6 +66,7 @@ def open_stage(folder: RunFolder, kind: str, index: int, beat: Callable[[], None
             doorbell=doorbell,
             seed=config.seed,
             lease_s=config.queue.lease_s,
+            load_s=config.supervision.start_s,
             wakes=("scorer-0",) if kind == "rollout" else ("learner",),
             beat=beat,
         )
