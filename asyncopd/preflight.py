@@ -71,6 +71,8 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     contexts = [_context(student), _context(teacher), *_other_teachers(config, tokenizer)]
     if rollout.engine in ("vllm", "vllm_server") and rollout.vllm.max_context:
         contexts.append(rollout.vllm.max_context)
+    if config.teacher.scorer == "vllm" and config.teacher.vllm.max_context:
+        contexts.append(config.teacher.vllm.max_context)
     context = min(contexts) - sampling.max_new_tokens
     if context < 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """A checkpoint on this machine as a scorer with an identity: what the service and the offline command are made of."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -69,7 +69,10 @@ class LocalTeacherConfig:
         if self.backend == "vllm":
             parts.append(f"vllm-tp{self.vllm.tensor_parallel}")
         numerics = "+".join(part for part in parts if part)
-        return identify_checkpoint(self.model, temperature=self.temperature, dtype=numerics)
+        identity = identify_checkpoint(self.model, temperature=self.temperature, dtype=numerics)
+        if self.backend == "vllm":
+            return replace(identity, max_context=self.vllm.context_of(identity.max_context))
+        return identity
 
     def load(self, vocabulary: int, name: str = "default") -> CausalScorer:
         """The teacher, in memory; ``name`` is written into its records."""

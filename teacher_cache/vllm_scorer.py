@@ -35,7 +35,9 @@ class VllmScorerConfig:
     memory_fraction: float = 0.85
     """Share of each GPU's memory that vLLM takes; less where the GPU is shared. Not read on a CPU."""
     kv_cache_gb: float = 1.0
-    """Keys and values on a CPU, in GB: at least one sequence of the teacher's whole context. Not read on a GPU."""
+    """Keys and values on a CPU, in GB: at least one sequence of ``max_context`` tokens. Not read on a GPU."""
+    max_context: int = 0
+    """Longest prompt and answer together, in tokens; 0 takes the model's own limit, for which vLLM must have room."""
     eager: bool = False
     """No CUDA graphs and no compilation: slower, and quicker to start. On a CPU always."""
     cores: str = ""
@@ -48,7 +50,13 @@ class VllmScorerConfig:
             raise ScoringError(f"vllm.memory_fraction is {self.memory_fraction}; expected a share above 0 and below 1")
         if not self.kv_cache_gb > 0:
             raise ScoringError(f"vllm.kv_cache_gb is {self.kv_cache_gb}; expected GB above 0, for example 1")
+        if self.max_context < 0:
+            raise ScoringError(f"vllm.max_context is {self.max_context}; expected tokens, or 0 for the model's")
         _core_numbers(self.cores)
+
+    def context_of(self, limit: int) -> int:
+        """The context, in tokens, of a model that can take ``limit``."""
+        return min(self.max_context or limit, limit)
 
     @property
     def core_set(self) -> set[int]:
@@ -110,6 +118,7 @@ class VllmModel:
         from vllm import LLM
         from vllm.config import PoolerConfig
 
+        self.max_context = config.context_of(self._head.max_context)
         on_cpu = torch.device(device).type == "cpu"
         # vLLM takes this function away from the whole process.
         set_num_threads = torch.set_num_threads
@@ -120,8 +129,8 @@ class VllmModel:
                 convert="embed",
                 pooler_config=PoolerConfig(task="token_embed", use_activation=False),
                 dtype=DTYPES[dtype],
-                max_model_len=self._head.max_context,
-                max_num_batched_tokens=max(batch_tokens, self._head.max_context),
+                max_model_len=self.max_context,
+                max_num_batched_tokens=max(batch_tokens, self.max_context),
                 tensor_parallel_size=config.tensor_parallel,
                 gpu_memory_utilization=config.memory_fraction,
                 kv_cache_memory_bytes=round(config.kv_cache_gb * 2**30) if on_cpu else None,
@@ -131,12 +140,12 @@ class VllmModel:
             )
         except (ValueError, RuntimeError) as error:
             raise ScoringError(
-                f"vLLM cannot run {model} (memory is vllm.kv_cache_gb on a CPU, vllm.memory_fraction on GPUs): {error}"
+                f"vLLM cannot run {model} (memory is vllm.kv_cache_gb on a CPU, vllm.memory_fraction on GPUs; less is "
+                f"needed with a smaller vllm.max_context): {error}"
             ) from error
         finally:
             torch.set_num_threads = set_num_threads
         self.vocabulary = vocabulary
-        self.max_context = self._head.max_context
         self.distributions = self._head.distributions
 
     def hidden(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -177,6 +177,19 @@ def test_a_sequence_beyond_the_context_costs_no_other(teacher: Teacher) -> None:
     assert [isinstance(result, TeacherRecord) for result in results] == [True, False, True]
 
 
+def test_a_shorter_context_is_what_vllm_needs_room_for_and_what_the_service_announces(teacher: Teacher) -> None:
+    path, _ = teacher("tied-llama")
+    config = VllmScorerConfig(kv_cache_gb=0.05, max_context=16)
+    model = VllmModel(path, vocabulary=VOCABULARY, dtype=torch.float32, config=config)
+    assert model._llm.llm_engine.model_config.max_model_len == 16
+    results = VllmScorer(model, vocabulary=VOCABULARY).score([request(3, 14), request(3, 13)])
+    assert "context holds 16" in str(results[0])
+    assert isinstance(results[1], TeacherRecord)
+    local = LocalTeacherConfig(model=path, backend="vllm", dtype="fp32", device="cpu", vllm=config)
+    assert local.identity().max_context == 16
+    assert local.identity().fingerprint == replace(local, vllm=VllmScorerConfig()).identity().fingerprint
+
+
 def test_a_service_over_vllm_answers_as_the_scorer_does(teacher: Teacher) -> None:
     from teacher_cache.client import TeacherClient
     from teacher_cache.identity import Expectation
@@ -208,6 +221,7 @@ def test_options_that_cannot_work_are_refused_before_vllm_starts(teacher: Teache
         ({"tensor_parallel": 0}, "tensor_parallel is 0"),
         ({"memory_fraction": 1.0}, "memory_fraction is 1.0"),
         ({"kv_cache_gb": 0.0}, "kv_cache_gb is 0.0"),
+        ({"max_context": -1}, "max_context is -1"),
         ({"cores": "a-b"}, "cores is 'a-b'"),
     ):
         with pytest.raises(ScoringError, match=says):

@@ -16,7 +16,9 @@ import torch
 from asyncopd import pipeline
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
+from asyncopd.interface import Inputs
 from asyncopd.objectives import ObjectiveConfig
+from asyncopd.preflight import preflight
 from asyncopd.queue.ledger import Ledger
 from asyncopd.rollout.pool import RolloutConfig
 from asyncopd.rollout.vllm_config import VllmEngineConfig
@@ -66,6 +68,16 @@ def test_a_run_taught_by_vllm_has_the_losses_of_one_taught_by_transformers(
         with Ledger.open(result.path / "ledger.sqlite") as ledger:
             assert ledger.verify() == []
     assert found["vllm"] == pytest.approx(found["transformers"], abs=1e-4)
+
+
+def test_a_teacher_whose_shortened_context_leaves_no_room_for_a_prompt_is_refused_before_it_starts(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, *checkpoints)
+    options = VllmScorerConfig(max_context=config.rollout.sampling.max_new_tokens)
+    config = replace(config, teacher=replace(config.teacher, scorer="vllm", vllm=options))
+    with pytest.raises(ConfigError, match="less than the shortest context of student and teachers"):
+        preflight(config, Inputs())
 
 
 def test_engines_that_would_share_a_core_are_refused_and_others_get_a_thread_for_each_of_theirs() -> None:
