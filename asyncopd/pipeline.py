@@ -77,7 +77,7 @@ def run(
         _Run(open_accelerator(config), *asked, resume=resume, starter=starter) as opened,
     ):
         result = opened.go(resume_version)
-    leave_group_at_exit(opened.accelerator)
+    leave_group_at_exit()
     return result
 
 

@@ -68,11 +68,12 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     objective = build_objective(config.objective)
     check_proposal(config.teacher.proposal, objective)
     _check_teacher_fraction(config, objective)
-    contexts = [_context(student), _context(teacher), *_other_teachers(config, tokenizer)]
+    teacher_context = _context(teacher)
+    if config.teacher.scorer == "vllm":
+        teacher_context = config.teacher.vllm.context_of(teacher_context)
+    contexts = [_context(student), teacher_context, *_other_teachers(config, tokenizer)]
     if rollout.engine in ("vllm", "vllm_server") and rollout.vllm.max_context:
         contexts.append(rollout.vllm.max_context)
-    if config.teacher.scorer == "vllm" and config.teacher.vllm.max_context:
-        contexts.append(config.teacher.vllm.max_context)
     context = min(contexts) - sampling.max_new_tokens
     if context < 1:
         raise ConfigError(
@@ -81,7 +82,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         )
     prompts = load_prompts(config.data, tokenizer, context, inputs.train, inputs.held_out)
     _require_teachers(config, prompts)
-    _check_evaluation(config.evaluation, prompts, min(_context(student), _context(teacher)))
+    _check_evaluation(config.evaluation, prompts, min(_context(student), teacher_context))
     pad = tokenizer.pad_token_id
     ids = TokenIds(
         vocabulary=shared.size,

@@ -232,7 +232,7 @@ class ScoringWorker:
         exact = lease.samples[0].exact_version
         version = self.stage.ledger.published_version if exact is None else exact
         if version != proposal.version:
-            with self.stage.tracer.span("load_weights", version=version):
+            with self.stage.tracer.span("load_weights", version=version), self.stage.loading():
                 proposal.load_weights(self.weights.directory(version), version)
 
     def _extend(self, lease: Lease) -> bool:
@@ -260,16 +260,17 @@ class ScoringWorker:
     def _put(
         self, lease: Lease, samples: Sequence[LeasedSample], results: Sequence[TeacherRecord | ScoringError]
     ) -> None:
-        scored = []
+        scored = {}
         for sample, result in zip(samples, results, strict=True):
             if isinstance(result, ScoringError):
                 self._drop(lease, sample, "unscorable", str(result))
             else:
-                scored.append((sample.uid, result))
-        payloads = write_records(self.stage.run_dir, scored)
-        with self.stage.ledger.together():
-            for (uid, record), payload in zip(scored, payloads, strict=True):
-                self._put_one(lease, uid, payload, int(valid_positions(record, self.origins).sum()))
+                scored[sample.uid] = result
+        valid = {uid: int(valid_positions(record, self.origins).sum()) for uid, record in scored.items()}
+        for pack in write_records(self.stage.run_dir, scored):
+            with self.stage.ledger.together():
+                for uid, payload in pack.items():
+                    self._put_one(lease, uid, payload, valid[uid])
 
     def _put_one(self, lease: Lease, uid: str, payload: PayloadRef, valid: int) -> None:
         try:

@@ -23,7 +23,7 @@ class Stage:
     name        process name: ``rollout-0``, ``scorer-0``
     seed        the run's seed
     lease_s     seconds after which work that shows no progress goes to another worker
-    load_s      seconds that loading a model may take
+    load_s      seconds that loading weights may take
     wakes       doorbells to ring when this stage has handed something on
     beat        tells the supervisor that there was progress: a decode step, some answers scored, a look for work
     """
@@ -62,7 +62,7 @@ class Stage:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A model is loaded in the block, which tells of no progress itself: for ``load_s`` this is none to miss."""
+        """Beats while weights are loaded in the block, for at most ``load_s``; a longer load is a hang."""
         loaded = threading.Event()
 
         def beat_on() -> None:

@@ -53,8 +53,8 @@ class SupervisionConfig:
     backoff_s: float = 1.0
     """Seconds before a worker's first restart; doubled for each further one."""
     start_s: float = 600.0
-    """Seconds that a worker may take until it is ready, or to load a model for an evaluation; apart from that,
-    ``queue.lease_s`` without progress is a hang."""
+    """Seconds that a worker may take until it is ready, and to load weights; apart from that, ``queue.lease_s``
+    without progress is a hang."""
 
     def __post_init__(self) -> None:
         if self.restarts < 0:

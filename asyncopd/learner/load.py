@@ -25,6 +25,7 @@ WAIT_S = 3600.0
 
 def open_accelerator(config: RunConfig) -> Accelerator:
     """This rank's accelerator; threads, allocator and seeds of the process are set for the learner."""
+    atexit.unregister(_leave_group)
     torch.set_num_threads(config.threads(cores())[0])
     keep_freed_memory()
     # The state is global to the process; a notebook may have run with another precision before.
@@ -38,14 +39,18 @@ def open_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def leave_group_at_exit(accelerator: Accelerator) -> None:
+def leave_group_at_exit() -> None:
     """End this rank's process group when the interpreter ends, before it is torn down; for a rank that succeeded.
 
     A gloo thread that still holds a tensor when Python is gone ends the process with SIGABRT. A rank that failed must
-    not wait for its group: the others may never answer.
+    not wait for its group, since the others may never answer; so the next ``open_accelerator`` takes this back.
     """
-    if accelerator.num_processes > 1:
-        atexit.register(accelerator.state.destroy_process_group)
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def load_learner(config: RunConfig, checks: Preflight, accelerator: Accelerator) -> Learner:

@@ -1,6 +1,6 @@
 """The learner's side: which batch is next, and the one transaction that makes it trained.
 
-Every function here needs an open transaction.
+Every function here that changes something needs an open transaction.
 """
 
 import sqlite3

@@ -53,15 +53,9 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, LedgerPlan]:
 def transaction(connection: sqlite3.Connection, path: Path, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
     """One ``BEGIN IMMEDIATE`` transaction: all or nothing, whatever kills the process.
 
-    Inside another one it is a part of that one.
-
     durable     survive a loss of power too, by one fsync of the log, which carries everything before it; otherwise the
                 last transactions may be missing after it, and ``resume`` redoes their work
     """
-    inside_another = connection.in_transaction
-    if inside_another:
-        yield connection
-        return
     if durable:
         connection.execute("PRAGMA synchronous = FULL")
     try:

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -27,34 +27,42 @@ def checksum(data: bytes) -> str:
     return f"crc32:{zlib.crc32(data):08x}"
 
 
-def write_payloads(run_dir: Path, kind: str, payloads: Iterable[tuple[str, bytes]]) -> list[PayloadRef]:
-    """Write samples' payloads, (uid, data) each, a ``kind`` of its own folder; the references, to put together.
+def write_packs(run_dir: Path, kind: str, payloads: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, PayloadRef]]:
+    """Write samples' payloads, (uid, data) each, a ``kind`` of its own folder; pack by pack the references, by uid.
 
-    They share files of about ``PACK_BYTES``: to create and delete a file costs more than to write a few kilobytes, on
-    ext4 a quarter of a small run (its search for a free inode passes over every one that was deleted lately).
+    The references of a pack go into the ledger together, before the next pack is asked for. A pack has up to
+    ``PACK_BYTES``: to create and delete a file costs more than to write a few kilobytes, on ext4 a quarter of a small
+    run (its search for a free inode passes over every one that was deleted lately).
     """
-    refs: list[PayloadRef] = []
-    pack: list[tuple[str, bytes]] = []
+    pack: dict[str, bytes] = {}
+    size = 0
     for uid, data in payloads:
-        if pack and sum(len(other) for _, other in pack) + len(data) > PACK_BYTES:
-            refs += _write_pack(run_dir, kind, pack)
-            pack = []
-        pack.append((uid, data))
-    return refs + (_write_pack(run_dir, kind, pack) if pack else [])
+        if pack and size + len(data) > PACK_BYTES:
+            yield _write_pack(run_dir, kind, pack)
+            pack, size = {}, 0
+        pack[uid] = data
+        size += len(data)
+        if size >= PACK_BYTES:
+            # Before the next one, which may be as large, is made.
+            yield _write_pack(run_dir, kind, pack)
+            pack, size = {}, 0
+    if pack:
+        yield _write_pack(run_dir, kind, pack)
 
 
-def _write_pack(run_dir: Path, kind: str, pack: list[tuple[str, bytes]]) -> list[PayloadRef]:
-    """The name holds the checksum, so that a worker whose lease was lost never overwrites another one's pack."""
-    uid = pack[0][0]
+def _write_pack(run_dir: Path, kind: str, pack: dict[str, bytes]) -> dict[str, PayloadRef]:
+    """The name holds the checksums, so that a worker whose lease was lost never overwrites another one's pack."""
+    uid = next(iter(pack))
     epoch, position = uid.split("-")[:2]
-    whole = b"".join(data for _, data in pack)
-    path = f"{PAYLOADS}/{kind}/{epoch}/{int(position) // PROMPTS_A_FOLDER}/{uid}.{checksum(whole)[-8:]}.pack"
-    write_whole(run_dir, path, whole)
-    ends = accumulate(len(data) for _, data in pack)
-    return [
-        PayloadRef(path=path, offset=end - len(data), bytes=len(data), checksum=checksum(data))
-        for (_, data), end in zip(pack, ends, strict=True)
-    ]
+    checks = [checksum(data) for data in pack.values()]
+    name = f"{uid}.{checksum(''.join(checks).encode())[-8:]}.pack"
+    path = f"{PAYLOADS}/{kind}/{epoch}/{int(position) // PROMPTS_A_FOLDER}/{name}"
+    write_whole(run_dir, path, b"".join(pack.values()))
+    starts = accumulate((len(data) for data in pack.values()), initial=0)
+    return {
+        uid: PayloadRef(path=path, offset=start, bytes=len(data), checksum=check)
+        for (uid, data), start, check in zip(pack.items(), starts, checks, strict=False)
+    }
 
 
 def write_whole(run_dir: Path, path: str, data: bytes) -> None:

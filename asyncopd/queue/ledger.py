@@ -10,7 +10,7 @@ Units: staleness in policy versions (optimizer steps); lengths in tokens; times 
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
@@ -61,6 +61,7 @@ class Ledger:
         self._path = path
         self._connection = connection
         self._plan = plan
+        self._together = False
 
     @classmethod
     def create(cls, path: Path, plan: LedgerPlan) -> "Ledger":
@@ -108,13 +109,21 @@ class Ledger:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is called in the block is one transaction; an error that leaves the block undoes all of it.
+        """What is put in the block is one transaction; an error that leaves the block undoes all of it.
 
-        Samples whose payloads share a pack are put together: a pack of which the ledger knew a part only could be
-        deleted with that part.
+        For ``put_rollout`` and ``put_record`` alone. Samples whose payloads share a pack are put together: a pack of
+        which the ledger knew a part only could be deleted with that part.
         """
         with transaction(self._connection, self._path):
-            yield
+            self._together = True
+            try:
+                yield
+            finally:
+                self._together = False
+
+    def _putting(self) -> AbstractContextManager[sqlite3.Connection]:
+        """The transaction of ``together``, or one of its own."""
+        return nullcontext(self._connection) if self._together else transaction(self._connection, self._path)
 
     def lease_rollouts(self, owner: str, count: int, lease_s: float) -> Lease | None:
         """Admit as far as the window allows, then hand out up to ``count`` samples to generate, oldest first.
@@ -146,7 +155,7 @@ class Ledger:
 
         StaleLeaseError under a dead token; LedgerError if a version is not what the lease demanded.
         """
-        with transaction(self._connection, self._path) as connection:
+        with self._putting() as connection:
             leases.put_rollout(
                 connection,
                 self._plan,
@@ -169,7 +178,7 @@ class Ledger:
 
         StaleLeaseError under a dead token.
         """
-        with transaction(self._connection, self._path) as connection:
+        with self._putting() as connection:
             leases.put_record(
                 connection, self._plan, token, uid, payload, valid_tokens=valid_tokens, disagreement=disagreement
             )

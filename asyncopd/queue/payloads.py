@@ -4,7 +4,7 @@ Shape suffixes: T response positions, C candidates a position, V vocabulary.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from asyncopd.queue.files import PayloadError, delete_payloads, read_checked, write_payloads
+from asyncopd.queue.files import PayloadError, delete_payloads, read_checked, write_packs
 from asyncopd.queue.rows import PayloadRef
 from asyncopd.types import Rollout
 from teacher_cache.record import CandidateSet, TeacherRecord
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 
-def write_rollouts(run_dir: Path, rollouts: Iterable[Rollout]) -> list[PayloadRef]:
-    """Write answers; the references to put into the ledger, together. PayloadError if they cannot be written."""
-    return write_payloads(run_dir, "rollouts", ((rollout.uid, _rollout_bytes(rollout)) for rollout in rollouts))
+def write_rollouts(run_dir: Path, rollouts: Iterable[Rollout]) -> Iterator[dict[str, PayloadRef]]:
+    """Write answers, as ``write_packs`` does; PayloadError if they cannot be written."""
+    return write_packs(run_dir, "rollouts", ((rollout.uid, _rollout_bytes(rollout)) for rollout in rollouts))
 
 
 def _rollout_bytes(rollout: Rollout) -> bytes:
@@ -43,7 +43,7 @@ def _rollout_bytes(rollout: Rollout) -> bytes:
         "uid": rollout.uid,
         "prompt_ids": list(rollout.prompt_ids),
         "finish": rollout.finish,
-        "candidates": None if rollout.candidates is None else _pack(rollout.candidates, "candidates", tensors),
+        "candidates": None if rollout.candidates is None else _flattened(rollout.candidates, "candidates", tensors),
     }
     return _bytes(tensors, told)
 
@@ -59,18 +59,18 @@ def read_rollout(run_dir: Path, ref: PayloadRef, uid: str) -> Rollout:
         versions_T=tensors["versions_T"],
         log_b_T=tensors["log_b_T"],
         finish=told["finish"],
-        candidates=None if candidates is None else _unpack(candidates, "candidates", tensors),
+        candidates=None if candidates is None else _restored(candidates, "candidates", tensors),
     )
 
 
-def write_records(run_dir: Path, records: Iterable[tuple[str, TeacherRecord]]) -> list[PayloadRef]:
-    """Write the teacher's records of samples, (uid, record) each; the references to put into the ledger, together."""
-    return write_payloads(run_dir, "records", ((uid, _record_bytes(uid, record)) for uid, record in records))
+def write_records(run_dir: Path, records: Mapping[str, TeacherRecord]) -> Iterator[dict[str, PayloadRef]]:
+    """Write the teacher's records of samples, by uid, as ``write_packs`` does."""
+    return write_packs(run_dir, "records", ((uid, _record_bytes(uid, record)) for uid, record in records.items()))
 
 
 def _record_bytes(uid: str, record: TeacherRecord) -> bytes:
     tensors = {"log_q_T": record.log_q_T.to(torch.float32), "entropy_T": record.entropy_T.to(torch.float32)}
-    sets = [_pack(candidates, f"set{place}", tensors) for place, candidates in enumerate(record.sets)]
+    sets = [_flattened(candidates, f"set{place}", tensors) for place, candidates in enumerate(record.sets)]
     told = {"uid": uid, "temperature": record.temperature, "teacher": record.teacher, "sets": sets}
     return _bytes(tensors, told)
 
@@ -83,11 +83,11 @@ def read_record(run_dir: Path, ref: PayloadRef, uid: str) -> TeacherRecord:
         teacher=told["teacher"],
         log_q_T=tensors["log_q_T"],
         entropy_T=tensors["entropy_T"],
-        sets=tuple(_unpack(packed, f"set{place}", tensors) for place, packed in enumerate(told["sets"])),
+        sets=tuple(_restored(packed, f"set{place}", tensors) for place, packed in enumerate(told["sets"])),
     )
 
 
-def _pack(candidates: CandidateSet, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _flattened(candidates: CandidateSet, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Add a candidate set's tensors under ``name``; what is left to tell about it."""
     length, width = candidates.ids_TC.shape
     ids_TC, log_w_TC = candidates.ids_TC, candidates.log_w_TC
@@ -113,7 +113,7 @@ def _pack(candidates: CandidateSet, name: str, tensors: dict[str, Tensor]) -> di
     }
 
 
-def _unpack(packed: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> CandidateSet:
+def _restored(packed: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> CandidateSet:
     parts = {part: tensors[f"{name}.{part}"] for part in packed["parts"]}
     length, width = packed["shape"]
     if "ids_TC" not in parts:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from asyncopd.errors import LedgerError
 from asyncopd.queue.order import uid_of
 from asyncopd.queue.plan import LedgerPlan
-from asyncopd.queue.rows import PayloadRef, State, payload_columns, payload_of
+from asyncopd.queue.rows import PayloadRef, State, payload_columns
 
 
 def check_counters(connection: sqlite3.Connection) -> None:
@@ -136,7 +136,6 @@ def _payloads(
             f" WHERE {kind}_path IS NOT NULL AND forgotten = 0"
         )
         for slot, attempt, *columns in found:
-            payload = payload_of(columns)
-            wrong = None if payload is None else problem(payload)
+            wrong = problem(PayloadRef(*columns))
             if wrong is not None:
                 yield f"the {kind} of sample {uid_of(plan, slot, attempt)}: {wrong}"

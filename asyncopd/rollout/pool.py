@@ -165,7 +165,8 @@ class RolloutWorker:
     def _load(self, version: int) -> None:
         self.stage.beat()
         with self.stage.tracer.span("load_weights", version=version):
-            probe = self.weights.move_to(version)
+            with self.stage.loading():
+                probe = self.weights.move_to(version)
             if self.config.weights == "abort" and self.engine.in_flight > 0:
                 self.engine.restart(keep_tokens=self.config.on_abort == "continue")
             found = None if probe is None else self.engine.logprobs(probe.ids)
@@ -221,10 +222,11 @@ class RolloutWorker:
         self._heartbeat()
 
     def _put(self, ended: list[Rollout]) -> None:
-        payloads = write_rollouts(self.stage.run_dir, ended)
-        with self.stage.ledger.together():
-            for rollout, payload in zip(ended, payloads, strict=True):
-                self._put_one(rollout, payload)
+        rollouts = {rollout.uid: rollout for rollout in ended}
+        for pack in write_rollouts(self.stage.run_dir, ended):
+            with self.stage.ledger.together():
+                for uid, payload in pack.items():
+                    self._put_one(rollouts[uid], payload)
 
     def _put_one(self, rollout: Rollout, payload: PayloadRef) -> None:
         token = self._tokens.pop(rollout.uid)

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncopd.queue.files import read_checked, write_payloads
+from asyncopd.queue.files import read_checked, write_packs
 from asyncopd.queue.ledger import Ledger, LedgerPlan, PayloadRef
 from asyncopd.queue.rows import payload_columns
 from tests.benchmarks.queue_policies import simulate_all
@@ -43,21 +43,16 @@ def plan_of(steps: int, **changes: Any) -> LedgerPlan:
 def turn(ledger: Ledger, folder: Path, data: bytes, count: int) -> bool:
     """Generate and score up to ``count`` samples; whether there was anything to do."""
     rolling = ledger.lease_rollouts("bench", count, HOUR_S)
-    if rolling is not None:
-        refs = write_payloads(folder, "rollouts", [(sample.uid, data) for sample in rolling.samples])
-        with ledger.together():
-            for sample, ref in zip(rolling.samples, refs, strict=True):
-                version = sample.min_version
-                ledger.put_rollout(rolling.token, sample.uid, ref, 100, version, version, "eos")
+    for sample in rolling.samples if rolling else ():
+        (pack,) = write_packs(folder, "rollouts", [(sample.uid, data)])
+        version = sample.min_version
+        ledger.put_rollout(rolling.token, sample.uid, pack[sample.uid], 100, version, version, "eos")
     scoring = ledger.lease_scoring("bench", count, HOUR_S)
-    if scoring is not None:
-        for sample in scoring.samples:
-            assert sample.rollout is not None
-            read_checked(folder, sample.rollout)
-        refs = write_payloads(folder, "records", [(sample.uid, data) for sample in scoring.samples])
-        with ledger.together():
-            for sample, ref in zip(scoring.samples, refs, strict=True):
-                ledger.put_record(scoring.token, sample.uid, ref, 100)
+    for sample in scoring.samples if scoring else ():
+        assert sample.rollout is not None
+        read_checked(folder, sample.rollout)
+        (pack,) = write_packs(folder, "records", [(sample.uid, data)])
+        ledger.put_record(scoring.token, sample.uid, pack[sample.uid], 100)
     return rolling is not None or scoring is not None
 
 

@@ -5,15 +5,15 @@ The way of a sample is that of ``tests.benchmarks.queue``, call for call, with t
     ledger                                      TransferQueue
     admission of a batch, in lease_rollouts     put of a batch's prompts (8 bytes each)
     lease_rollouts, lease_scoring (8 samples)   get_meta(mode="fetch") of 8 samples
-    write_payloads, put_rollout or put_record    put of a row's ``rollout`` or ``record``
+    write_packs, put_rollout or put_record      put of a row's ``rollout`` or ``record``
     read_checked, by the scorer                 get_data of 8 samples
     lease_batch, read_checked, by the learner   get_meta(mode="fetch") and get_data of a batch
     commit_step, forget_payloads                clear_samples
 
 The ledger puts one sample at a time, as samples finish; so do the cases without a remark. Those that end in "puts of 8"
-use TransferQueue as it is meant, many rows a put, which the ledger does not offer. A rate is the best of three passes,
-each over a third of the ledger's samples (the ledger has one pass); one over two batches opens the connections before.
-The start of ray and TransferQueue, some 15 s, is not counted.
+use TransferQueue as it is meant, many rows a put; a worker does so with the ledger where answers end at once, which is
+not measured here. A rate is the best of three passes, each over a third of the ledger's samples (the ledger has one
+pass); one over two batches opens the connections before. The start of ray and TransferQueue, some 15 s, is not counted.
 
 Comparable: payload bytes, samples in flight, batch, polling of idle workers (2 ms), machine. Not comparable:
 TransferQueue keeps payloads in the memory of its storage processes, so that a kill loses all since the last checkpoint

@@ -1,5 +1,6 @@
 """What is read ahead is what would have been read in turn, and nothing is leased or lost by it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,15 @@ import torch
 from asyncopd.learner import read_ahead
 from asyncopd.learner.read_ahead import ReadAhead, read_samples
 from asyncopd.queue.ledger import Batch
-from asyncopd.queue.payloads import write_records, write_rollouts
+from asyncopd.queue.payloads import PayloadRef, write_records, write_rollouts
 from asyncopd.types import Rollout
 from teacher_cache.record import TeacherRecord
 from tests.queue.driver import Driver
+
+
+def _only(packs: Iterable[dict[str, PayloadRef]]) -> PayloadRef:
+    ((ref,),) = (pack.values() for pack in packs)
+    return ref
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def driver(tmp_path: Path) -> Driver:
             candidates=None,
         )
         driver.ledger.put_rollout(
-            lease.token, sample.uid, write_rollouts(tmp_path, [rollout])[0], 3 + number, 0, 0, "eos"
+            lease.token, sample.uid, _only(write_rollouts(tmp_path, [rollout])), 3 + number, 0, 0, "eos"
         )
     lease = driver.ledger.lease_scoring("scorer", 12, 60.0)
     assert lease is not None
@@ -39,7 +45,7 @@ def driver(tmp_path: Path) -> Driver:
         record = TeacherRecord(
             temperature=1.0, teacher="default", log_q_T=torch.zeros(3), entropy_T=torch.zeros(3), sets=()
         )
-        driver.ledger.put_record(lease.token, sample.uid, write_records(tmp_path, [(sample.uid, record)])[0], 3)
+        driver.ledger.put_record(lease.token, sample.uid, _only(write_records(tmp_path, {sample.uid: record})), 3)
     return driver
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncopd.queue.files import checksum, write_whole
+from asyncopd.queue.files import checksum, write_packs, write_whole
 from asyncopd.queue.ledger import Batch, Lease, LeasedSample, Ledger, LedgerPlan, PayloadRef
 
 HOUR_S = 3600.0
@@ -47,6 +47,17 @@ class Driver:
             for sample in lease.samples:
                 self.put_rollout(lease.token, sample, sample.exact_version, tokens=length_of(sample))
         return lease
+
+    def roll_packed(self, count: int = 1000) -> str:
+        """Lease and generate up to ``count`` samples whose answers share a pack; its path."""
+        lease = self.ledger.lease_rollouts("roller", count, HOUR_S)
+        assert lease is not None
+        (pack,) = write_packs(self.folder, "rollouts", [(sample.uid, sample.uid.encode()) for sample in lease.samples])
+        with self.ledger.together():
+            for sample in lease.samples:
+                version = sample.min_version
+                self.ledger.put_rollout(lease.token, sample.uid, pack[sample.uid], 7, version, version, "eos")
+        return pack[lease.samples[0].uid].path
 
     def score(self, count: int = 1000) -> Lease | None:
         """Lease and score up to ``count`` samples."""

@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 
 from asyncopd.queue.doorbell import Doorbell, ring_all
-from asyncopd.queue.files import delete_payloads
+from asyncopd.queue.files import delete_payloads, read_checked, write_packs
 from asyncopd.queue.ledger import Lease, Ledger
-from tests.queue.driver import write_payload
 
 LEASE_S = 0.5
 KILL_POINTS = ("leased", "half_payload", "payload", "commit", "put")
@@ -66,20 +65,24 @@ def work(role: str, folder: Path, seed: int, fuse: Fuse) -> None:
 
 def produce(ledger: Ledger, folder: Path, role: str, lease: Lease, random_: random.Random, fuse: Fuse) -> None:
     fuse.reach("leased")
-    for sample in lease.samples:
+    kind, samples = "rollouts" if role == "roller" else "records", list(lease.samples)
+    while samples:
         time.sleep(random_.random() * 0.004)
-        kind = "rollouts" if role == "roller" else "records"
-        half = folder / "payloads" / f"{sample.uid}.{os.getpid()}.part"
+        ended = [samples.pop(0) for _ in range(random_.randint(1, len(samples)))]
+        half = folder / "payloads" / f"{ended[0].uid}.{os.getpid()}.part"
         half.parent.mkdir(exist_ok=True)
         half.write_bytes(b"half")
         fuse.reach("half_payload")
         half.unlink()
-        payload = write_payload(folder, sample.uid, kind)
+        (pack,) = write_packs(folder, kind, [(sample.uid, f"{kind} {sample.uid}".encode()) for sample in ended])
         fuse.reach("payload")
-        if role == "roller":
-            ledger.put_rollout(lease.token, sample.uid, payload, 5, sample.min_version, sample.min_version, "eos")
-        else:
-            ledger.put_record(lease.token, sample.uid, payload, 5)
+        with ledger.together():
+            for sample in ended:
+                version, payload = sample.min_version, pack[sample.uid]
+                if role == "roller":
+                    ledger.put_rollout(lease.token, sample.uid, payload, 5, version, version, "eos")
+                else:
+                    ledger.put_record(lease.token, sample.uid, payload, 5)
         fuse.reach("put")
 
 
@@ -91,8 +94,8 @@ def train(ledger: Ledger, folder: Path, fuse: Fuse) -> bool:
     fuse.reach("leased")
     version = ledger.policy_version + 1
     for sample in batch.samples:
-        assert (folder / sample.rollout.path).stat().st_size == sample.rollout.bytes
-        assert (folder / sample.record.path).stat().st_size == sample.record.bytes
+        assert read_checked(folder, sample.rollout) == f"rollouts {sample.uid}".encode()
+        assert read_checked(folder, sample.record) == f"records {sample.uid}".encode()
     fuse.reach("payload")
     ledger.commit_step(batch, version, published=True)
     fuse.reach("put")

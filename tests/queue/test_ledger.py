@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
-from asyncopd.queue.files import delete_payloads, write_payloads
+from asyncopd.queue.files import delete_payloads
 from asyncopd.queue.ledger import LeasedSample, Ledger, QueueConfig, State
 from asyncopd.queue.order import permuted, prompt_index
 from tests.queue.driver import HOUR_S, Driver, plan_of, uids_of
@@ -189,23 +189,15 @@ def test_the_batch_carries_references_and_lengths_in_ordinal_order(driver: Drive
 
 def test_payloads_are_forgotten_once_the_oldest_kept_checkpoint_covers_them(driver: Driver) -> None:
     driver.run(3)
-    refs = driver.ledger.forget_payloads(2)
-    assert len(refs) == 2 * 8
+    packs = driver.ledger.forget_payloads(2)
+    assert len(packs) == 2 * 8
     assert driver.ledger.forget_payloads(2) == []
-    delete_payloads(driver.folder, refs)
+    delete_payloads(driver.folder, packs)
     assert driver.ledger.verify() == []
 
 
 def test_a_pack_is_kept_until_its_last_payload_is_forgotten(driver: Driver) -> None:
-    lease = driver.ledger.lease_rollouts("roller", 8, HOUR_S)
-    assert lease is not None
-    uids = [sample.uid for sample in lease.samples]
-    refs = write_payloads(driver.folder, "rollouts", [(uid, uid.encode()) for uid in uids])
-    with driver.ledger.together():
-        for sample, ref in zip(lease.samples, refs, strict=True):
-            version = sample.min_version
-            driver.ledger.put_rollout(lease.token, sample.uid, ref, 7, version, version, "eos")
-    (pack,) = {ref.path for ref in refs}
+    pack = driver.roll_packed(8)
     driver.score()
     driver.train()
     assert pack not in driver.ledger.forget_payloads(1)
@@ -223,6 +215,25 @@ def test_an_error_in_the_midst_of_what_is_put_together_puts_nothing(driver: Driv
     assert driver.ledger.counts().rolling == 2
     driver.put_rollout(lease.token, lease.samples[0])
     assert driver.ledger.counts().rolled == 1
+
+
+def test_a_dead_lease_among_what_is_put_together_costs_only_its_own_samples(driver: Driver) -> None:
+    dead, held = (driver.ledger.lease_rollouts("roller", 2, HOUR_S) for _ in range(2))
+    assert dead is not None
+    assert held is not None
+    driver.ledger.release(dead.token)
+    with driver.ledger.together():
+        with pytest.raises(StaleLeaseError):
+            driver.put_rollout(dead.token, dead.samples[0])
+        for sample in held.samples:
+            driver.put_rollout(held.token, sample)
+    assert (driver.ledger.counts().pending, driver.ledger.counts().rolled) == (6, 2)
+
+
+def test_only_puts_can_be_done_together(driver: Driver) -> None:
+    with pytest.raises(LedgerError, match="within a transaction"), driver.ledger.together():
+        driver.ledger.publish(1)
+    assert driver.ledger.published_version == 0
 
 
 def test_a_recorded_run_forgets_no_payload(tmp_path: Path) -> None:

@@ -106,6 +106,20 @@ def test_a_payload_that_is_missing_or_damaged_is_made_again(driver: Driver, dama
     assert driver.ledger.verify() == []
 
 
+def test_damage_in_a_pack_costs_the_damaged_payload_although_others_of_it_are_forgotten(driver: Driver) -> None:
+    path = driver.folder / driver.roll_packed(8)
+    driver.score()
+    driver.train()
+    assert driver.ledger.forget_payloads(1)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"\x00")
+    resumed = driver.ledger.resume(1, None)
+    assert (resumed.lost_payloads, resumed.kept) == (1, 3)
+    assert driver.states()[4:8] == [State.SCORED] * 3 + [State.PENDING]
+    driver.run(5)
+    assert driver.ledger.verify() == []
+
+
 def test_files_that_no_sample_refers_to_are_deleted(driver: Driver) -> None:
     driver.run(2)
     driver.payload("0-0-0-0", text="by a worker whose lease was lost, under another name")

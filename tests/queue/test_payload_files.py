@@ -1,5 +1,6 @@
 """Payloads come back as they were written, or the error names the file."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,13 +52,13 @@ def rollout(of: CandidateSet | None) -> Rollout:
 
 
 def one_rollout(folder: Path, written: Rollout) -> PayloadRef:
-    (ref,) = write_rollouts(folder, [written])
-    return ref
+    (pack,) = write_rollouts(folder, [written])
+    return pack[written.uid]
 
 
 def one_record(folder: Path, record: TeacherRecord) -> PayloadRef:
-    (ref,) = write_records(folder, [(UID, record)])
-    return ref
+    (pack,) = write_records(folder, {UID: record})
+    return pack[UID]
 
 
 def assert_same_set(found: CandidateSet | None, expected: CandidateSet | None) -> None:
@@ -124,11 +125,11 @@ def test_the_whole_vocabulary_is_stored_as_its_scores_alone(tmp_path: Path, padd
 
 def test_payloads_written_at_once_share_a_pack_and_each_comes_back(tmp_path: Path) -> None:
     written = [replace(rollout(candidates(scored=False)), uid=f"0-{n}-0-0", prompt_ids=(n,)) for n in range(5)]
-    refs = write_rollouts(tmp_path, written)
-    (pack,) = {ref.path for ref in refs}
-    assert (tmp_path / pack).stat().st_size == sum(ref.bytes for ref in refs)
-    for ref, expected in zip(refs, written, strict=True):
-        assert read_rollout(tmp_path, ref, expected.uid).prompt_ids == expected.prompt_ids
+    (pack,) = write_rollouts(tmp_path, written)
+    (path,) = {ref.path for ref in pack.values()}
+    assert (tmp_path / path).stat().st_size == sum(ref.bytes for ref in pack.values())
+    for expected in written:
+        assert read_rollout(tmp_path, pack[expected.uid], expected.uid).prompt_ids == expected.prompt_ids
 
 
 def test_a_pack_grows_no_larger_than_its_bound_unless_one_payload_is(
@@ -138,13 +139,29 @@ def test_a_pack_grows_no_larger_than_its_bound_unless_one_payload_is(
     uids = [f"0-{n}-0-0" for n in range(5)]
     for bound, packs in ((2 * size + 99, 3), (size - 1, 5)):
         monkeypatch.setattr(files, "PACK_BYTES", bound)
-        refs = write_rollouts(tmp_path, [replace(rollout(None), uid=uid) for uid in uids])
-        assert len({ref.path for ref in refs}) == packs
-        assert [read_rollout(tmp_path, ref, uid).uid for ref, uid in zip(refs, uids, strict=True)] == uids
+        written = list(write_rollouts(tmp_path, [replace(rollout(None), uid=uid) for uid in uids]))
+        assert len(written) == packs
+        assert [read_rollout(tmp_path, ref, uid).uid for pack in written for uid, ref in pack.items()] == uids
+
+
+def test_a_pack_is_handed_out_before_a_payload_beyond_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def payloads() -> Iterator[tuple[str, bytes]]:
+        for uid in ("0-0-0-0", "0-1-0-0"):
+            made.append(uid)
+            yield uid, b"large"
+
+    monkeypatch.setattr(files, "PACK_BYTES", 5)
+    for number, _ in enumerate(files.write_packs(tmp_path, "records", payloads()), start=1):
+        assert len(made) == number
 
 
 def test_damage_to_one_payload_of_a_pack_leaves_the_others_whole(tmp_path: Path) -> None:
-    one, other = write_rollouts(tmp_path, [rollout(None), replace(rollout(None), uid="0-1-0-0")])
+    (pack,) = write_rollouts(tmp_path, [rollout(None), replace(rollout(None), uid="0-1-0-0")])
+    one, other = pack.values()
     data = bytearray((tmp_path / one.path).read_bytes())
     data[one.bytes - 1] ^= 1
     (tmp_path / one.path).write_bytes(data)

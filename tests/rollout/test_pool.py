@@ -37,7 +37,8 @@ class Recorder:
 def test_aborted_answers_leave_the_old_state_before_a_probe_advances_them(tmp_path: Path, on_abort: str) -> None:
     store, engine = WeightStore(tmp_path), Recorder()
     store.publish(4, {"w": torch.zeros(2)}, Probe((1, 2, 3), (-1.0, -1.0)))
-    stage = SimpleNamespace(beat=lambda: None, tracer=SimpleNamespace(span=lambda *_, **__: nullcontext()))
+    tracer = SimpleNamespace(span=lambda *_, **__: nullcontext())
+    stage = SimpleNamespace(beat=lambda: None, loading=nullcontext, tracer=tracer)
     worker = RolloutWorker(
         stage=stage, engine=engine, weights=FileSource(store, engine), prompts={}, pinned=False,
         config=RolloutConfig(weights="abort", on_abort=on_abort, dtype="fp32"),
