@@ -1,6 +1,7 @@
 """From a configuration to a learner on this process's device: the same for a run and for a replay."""
 
 import atexit
+import time
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,8 @@ from asyncopd.learner.student import prepare_student
 from asyncopd.preflight import Preflight
 from asyncopd.workers import cores
 
+LET_GO_S = 0.5
+"""Seconds that the threads of a process group have, at the end, to let go of what they sent."""
 WAIT_S = 3600.0
 """Seconds that a rank may wait for another one: rank 0 waits for samples, which is given up after half of it."""
 
@@ -51,6 +54,9 @@ def leave_group_at_exit() -> None:
 def _leave_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        # Sharded modules hold groups of their own, whose threads live on. They let go of the tensors of the last
+        # collective a moment after it is done, and must have the interpreter for that.
+        time.sleep(LET_GO_S)
 
 
 def load_learner(config: RunConfig, checks: Preflight, accelerator: Accelerator) -> Learner:

@@ -23,6 +23,7 @@ from asyncopd.learner.adapters import LoraConfig
 from asyncopd.learner.batching import collate
 from asyncopd.learner.checkpoint import CheckpointStore
 from asyncopd.learner.head import HeadShape
+from asyncopd.learner.load import leave_group_at_exit
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.learner.student import prepare_student
 from asyncopd.publish import WeightStore, take_part
@@ -172,7 +173,7 @@ def main() -> None:
         resumed = resumed_run(folder / f"{name}_resumed", folder / "alone" / name, accelerator, model, config)
         if accelerator.is_main_process:
             torch.save({"whole": whole, "resumed": resumed}, folder / f"{name}.pt")
-    accelerator.end_training()
+    leave_group_at_exit()
 
 
 if __name__ == "__main__":

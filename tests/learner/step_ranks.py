@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncopd.learner.batching import balanced_shares
 from asyncopd.learner.head import HeadShape
+from asyncopd.learner.load import leave_group_at_exit
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.objectives import ObjectiveConfig, build_objective
 from asyncopd.types import ScoredRollout
@@ -83,7 +84,7 @@ def main() -> None:
     count = accelerator.reduce(torch.tensor(1), reduction="sum").item()
     if accelerator.is_main_process:
         torch.save({"processes": count, "found": found}, Path(sys.argv[1]))
-    accelerator.end_training()
+    leave_group_at_exit()
 
 
 if __name__ == "__main__":
