@@ -31,8 +31,8 @@ def write_packs(run_dir: Path, kind: str, payloads: Iterable[tuple[str, bytes]])
     """Write samples' payloads, (uid, data) each, a ``kind`` of its own folder; pack by pack the references, by uid.
 
     The references of a pack go into the ledger together, before the next pack is asked for. A pack has up to
-    ``PACK_BYTES``: to create and delete a file costs more than to write a few kilobytes, on ext4 a quarter of a small
-    run (its search for a free inode passes over every one that was deleted lately).
+    ``PACK_BYTES``: to create a file costs more than to write a few kilobytes, on ext4 a fifth of a small run's time
+    (its search for a free inode passes over every one that was deleted lately).
     """
     pack: dict[str, bytes] = {}
     size = 0
