@@ -95,8 +95,8 @@ class VllmModel:
     device           where the head is, and whether vLLM runs on GPUs; ``cuda`` is the GPUs that the process sees
     batch_tokens     tokens that the body takes at once
 
-    ScoringError where vLLM is missing or cannot start, and as ``load_head`` says. One engine a process is safe; a
-    second one shares the first one's environment.
+    ScoringError where vLLM is missing or cannot start, and as ``load_head`` says. One engine a process is safe: a
+    second one shares the first one's environment, and the first that is let go takes vLLM's process groups with it.
     """
 
     def __init__(

@@ -33,26 +33,30 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, VllmModel]]:
-    """Checkpoint and vLLM's body of it, by kind. Each is started once and lives on: vLLM does not part in peace."""
-    folder = tmp_path_factory.mktemp("vllm-teachers")
-    started: dict[str, tuple[Path, VllmModel]] = {}
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> "Teacher":
+    """Checkpoint and vLLM's body of it, by kind and context.
 
-    def get(kind: str) -> tuple[Path, VllmModel]:
-        if kind not in started:
+    Each is started once and lives on: an engine that goes takes the process groups of the others with it.
+    """
+    folder = tmp_path_factory.mktemp("vllm-teachers")
+    started: dict[tuple[str, int], tuple[Path, VllmModel]] = {}
+
+    def get(kind: str, max_context: int = 0) -> tuple[Path, VllmModel]:
+        key = (kind, max_context)
+        if key not in started:
             path = save(kind, 3, folder)
-            config = VllmScorerConfig(kv_cache_gb=0.05)
+            config = VllmScorerConfig(kv_cache_gb=0.05, max_context=max_context)
             # The budget is less than the longest sequence and than a batch, so both must be taken apart or together.
-            started[kind] = (
+            started[key] = (
                 path,
                 VllmModel(path, vocabulary=VOCABULARY, dtype=torch.float32, batch_tokens=64, config=config),
             )
-        return started[kind]
+        return started[key]
 
     return get
 
 
-Teacher = Callable[[str], tuple[Path, VllmModel]]
+Teacher = Callable[..., tuple[Path, VllmModel]]
 
 
 def both(
@@ -178,9 +182,8 @@ def test_a_sequence_beyond_the_context_costs_no_other(teacher: Teacher) -> None:
 
 
 def test_a_shorter_context_is_what_vllm_needs_room_for_and_what_the_service_announces(teacher: Teacher) -> None:
-    path, _ = teacher("tied-llama")
+    path, model = teacher("tied-llama", max_context=16)
     config = VllmScorerConfig(kv_cache_gb=0.05, max_context=16)
-    model = VllmModel(path, vocabulary=VOCABULARY, dtype=torch.float32, config=config)
     assert model._llm.llm_engine.model_config.max_model_len == 16
     results = VllmScorer(model, vocabulary=VOCABULARY).score([request(3, 14), request(3, 13)])
     assert "context holds 16" in str(results[0])
