@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -52,12 +52,21 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
         self._rate = 0.0
         self._task: asyncio.Task[None] | None = None
+        self.failure: BaseException | None = None
         self.queued_tokens = 0
         self.scored_tokens = 0
 
-    def start(self) -> None:
-        """Begin to score."""
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Begin to score; ``on_failure`` is called where scoring ends although nobody closed it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self.failure = None if task.cancelled() else task.exception()
+            if self.failure is not None:
+                LOG.error("scoring has ended", exc_info=self.failure)
+                on_failure()
+
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(ended)
 
     @property
     def alive(self) -> bool:
@@ -89,8 +98,6 @@ class Batcher:
         self._arrived.set()
         if self._task is not None:
             await asyncio.wait([self._task])
-            if (error := self._task.exception()) is not None:
-                LOG.error("scoring ended before the service did: %r", error)
         self._thread.shutdown()
 
     def _expected_wait_s(self) -> int:

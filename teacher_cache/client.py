@@ -203,7 +203,7 @@ class AsyncTeacherClient:
             replica.asked_to_wait(_retry_after_s(answer))
             return None
         if answer.status_code in _PASSING:
-            replica.failed(f"status {answer.status_code}")
+            replica.failed(f"status {answer.status_code}, {_message(answer)}")
             return None
         return answer
 

@@ -1,9 +1,11 @@
 """Which replica of a service to ask next: the least loaded of those that answer."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
@@ -25,6 +27,8 @@ class Replica:
 
     def failed(self, problem: str) -> None:
         """Leave it alone for a while, longer each time."""
+        if not self.failures:
+            LOG.warning("%s: %s; it is asked again until the deadline", self.url, problem)
         self.down_until = time.monotonic() + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self.failures)
         self.failures = min(self.failures + 1, 16)
         self.last_problem = problem

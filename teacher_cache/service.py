@@ -10,7 +10,7 @@ read is 400, one that is too large 413, a full queue 429 with Retry-After.
 """
 
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -99,6 +99,7 @@ class TeacherService:
         self._identity = identity
         self._config = config
         self._batcher: Batcher | None = None
+        self._on_failure: Callable[[], None] = _nothing
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -111,15 +112,26 @@ class TeacherService:
         )
 
     def serve(self) -> None:
-        """Listen until SIGTERM or Ctrl-C, then finish what was accepted."""
+        """Listen until SIGTERM or Ctrl-C, then finish what was accepted.
+
+        ServiceError where the scorer breaks down: whoever watches over this process can start a new one.
+        """
         config = uvicorn.Config(self.app, host=self._config.host, port=self._config.port, access_log=False)
-        uvicorn.Server(config).run()
+        server = uvicorn.Server(config)
+
+        def end() -> None:
+            server.should_exit = True
+
+        self._on_failure = end
+        server.run()
+        if self._batcher is not None and (failure := self._batcher.failure) is not None:
+            raise ServiceError(f"the scorer broke down: {failure!r}; start the service again") from failure
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         config = self._config
         self._batcher = Batcher(self._scorer, gather_tokens=config.gather_tokens, queue_tokens=config.queue_tokens)
-        self._batcher.start()
+        self._batcher.start(self._on_failure)
         yield
         await self._batcher.close()
 
@@ -241,6 +253,10 @@ class TeacherService:
 class _TooLargeError(ServiceError):
     def __init__(self, limit: int) -> None:
         super().__init__(f"the body is larger than {limit} bytes; send fewer requests at a time")
+
+
+def _nothing() -> None:
+    """The server is somebody else's to end."""
 
 
 def _problem(status: int, message: str) -> Response:

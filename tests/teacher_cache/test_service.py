@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -12,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from teacher_cache.client import ClientConfig, TeacherClient
 from teacher_cache.errors import ServiceError
 from teacher_cache.handshake import expectation_body
 from teacher_cache.identity import Expectation
@@ -275,6 +278,26 @@ def test_a_scoring_loop_that_ends_fails_its_callers_and_its_health() -> None:
         assert post(running, body_of(make_request(1))).status_code == 503
         assert httpx.get(f"{running.url}/health").status_code == 503
         assert post(running, body_of(make_request(1))).status_code == 503
+
+
+def test_a_service_whose_scorer_broke_down_ends_with_an_error_and_one_started_anew_serves_its_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    requests = [make_request(1)]
+    broken = TeacherService(BrokenScorer(), IDENTITY, ServiceConfig(port=port))
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.submit(broken.serve)
+        with TeacherClient([f"http://127.0.0.1:{port}"], config=ClientConfig(deadline_s=60)) as client:
+            asked = pool.submit(client.score, requests)
+            with pytest.raises(ServiceError, match="the scorer broke down: .*start the service again"):
+                ended.result(60)
+            with ThreadedService(port=port):
+                assert isinstance(asked.result(60)[0], TeacherRecord)
+    told = [record.getMessage() for record in caplog.records if record.name == "teacher_cache.replicas"]
+    assert any("scoring has ended" in message and "asked again" in message for message in told), told
 
 
 def malformed(generator: random.Random, good: bytes) -> bytes:
