@@ -40,10 +40,13 @@ class Batcher:
 
     gather_tokens   tokens that are handed to the scorer at a time, which makes its own batches of like length
     queue_tokens    tokens that may wait; a single call that is larger is taken when nothing else waits
+    teacher         what ``scorer`` asks, past any cache; None: the scorer itself
     """
 
-    def __init__(self, scorer: Scorer, *, gather_tokens: int, queue_tokens: int) -> None:
+    def __init__(self, scorer: Scorer, *, gather_tokens: int, queue_tokens: int, teacher: Scorer | None = None) -> None:
         self._scorer = scorer
+        self._teacher = teacher or scorer
+        self._proven: ScoreRequest | None = None
         self._gather_tokens = gather_tokens
         self._queue_tokens = queue_tokens
         self._waiting: deque[_Waiting] = deque()
@@ -145,11 +148,24 @@ class Batcher:
         return batch
 
     def _score(self, requests: list[ScoreRequest]) -> list[Result]:
-        """Score; where the teacher fails on a batch, each request alone, so that one cannot cost the others."""
+        """Score; where the teacher fails on a batch, each request alone, so that one cannot cost the others.
+
+        A teacher that fails on what it has scored before is broken, as after an error of its GPU, and that error ends
+        the scoring: everything would be refused from then on.
+        """
         try:
-            return self._scorer.score(requests)
+            results = self._scorer.score(requests)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            if len(requests) == 1:
-                LOG.warning("the teacher failed on %s: %r", requests[0].uid, error)
-                return [ScoringError(f"{requests[0].uid}: the teacher failed on it ({error!r})")]
+            # Asked again only after this block: until then the error holds what the failed forward took.
+            problem = repr(error)
+        else:
+            scored = zip(requests, results, strict=False)
+            good = (request for request, result in scored if isinstance(result, TeacherRecord))
+            self._proven = self._proven or next(good, None)
+            return results
+        if len(requests) > 1:
             return [self._score([request])[0] for request in requests]
+        if self._proven is not None:
+            self._teacher.score([self._proven])
+        LOG.warning("the teacher failed on %s: %s", requests[0].uid, problem)
+        return [ScoringError(f"{requests[0].uid}: the teacher failed on it ({problem})")]

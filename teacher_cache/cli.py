@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
+from teacher_cache.designs import parse_design
 from teacher_cache.errors import TeacherCacheError
 from teacher_cache.local_teacher import LocalTeacherConfig
 from teacher_cache.scorer import Scorer
@@ -123,11 +124,12 @@ def _serve(options: Serve) -> int:
 
     identity = options.teacher.identity()
     scorer: Scorer = options.teacher.load(identity.tokenizer.vocabulary)
+    loaded = scorer
     if options.cache is not None:
-        loaded = scorer
         store = RecordStore(options.cache, max_bytes=round(options.cache_gb * 10**9) or None)
         scorer = CachedScorer(lambda: loaded, store, identity=identity)
-    TeacherService(scorer, identity, options.service, token=os.environ.get(TOKEN_VARIABLE)).serve()
+    token = os.environ.get(TOKEN_VARIABLE)
+    TeacherService(scorer, identity, options.service, token=token, teacher=loaded).serve()
     return 0
 
 
@@ -162,7 +164,7 @@ def _score(options: Score) -> int:
             ScoredFacts(
                 teacher=identity,
                 model=str(options.teacher.model),
-                draw=options.draw,
+                draw=parse_design(options.draw).spec if options.draw is not None else None,
                 seed=options.seed,
                 precision=options.precision,
             )

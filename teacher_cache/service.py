@@ -82,12 +82,19 @@ def is_loopback(host: str) -> bool:
 class TeacherService:
     """The routes over one scorer; ``app`` is the ASGI application.
 
-    token   bearer token that every call but /health must carry; ServiceError where there is none and other machines
-            can reach the address
+    token     bearer token that every call but /health must carry; ServiceError where there is none and other machines
+              can reach the address
+    teacher   what ``scorer`` asks, where that is a cache
     """
 
     def __init__(
-        self, scorer: Scorer, identity: TeacherIdentity, config: ServiceConfig, *, token: str | None = None
+        self,
+        scorer: Scorer,
+        identity: TeacherIdentity,
+        config: ServiceConfig,
+        *,
+        token: str | None = None,
+        teacher: Scorer | None = None,
     ) -> None:
         if not is_loopback(config.host) and not token:
             raise ServiceError(
@@ -96,6 +103,7 @@ class TeacherService:
             )
         self._token = token
         self._scorer = scorer
+        self._teacher_itself = teacher
         self._identity = identity
         self._config = config
         self._batcher: Batcher | None = None
@@ -130,7 +138,12 @@ class TeacherService:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         config = self._config
-        self._batcher = Batcher(self._scorer, gather_tokens=config.gather_tokens, queue_tokens=config.queue_tokens)
+        self._batcher = Batcher(
+            self._scorer,
+            gather_tokens=config.gather_tokens,
+            queue_tokens=config.queue_tokens,
+            teacher=self._teacher_itself,
+        )
         self._batcher.start(self._on_failure)
         yield
         await self._batcher.close()

@@ -52,7 +52,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scored")
     teacher = save_checkpoint(make_tiny_llama(0), folder / "teacher")
     score(folder, teacher, "full")
-    made = score(folder, teacher, "systematic(16)")
+    made = score(folder, teacher, "systematic( 16 )")
     shutil.rmtree(teacher)
     return made
 

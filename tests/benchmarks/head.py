@@ -233,7 +233,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end, rows as they come on stderr")
     parser.add_argument("--quick", action="store_true", help="two small points, in seconds")
     parser.add_argument("--hidden", type=int, nargs="+", default=HIDDENS)
     parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
@@ -251,8 +251,7 @@ def main() -> None:
     rows = []
     for case in cases(options):
         rows.append(measure(case, methods, options.threads, options.repeats))
-        if not options.json:
-            print(json.dumps(rows[-1]), flush=True)
+        print(json.dumps(rows[-1]), file=sys.stderr if options.json else sys.stdout, flush=True)
     # Liger's kernels are Triton's and need a GPU; TRL computes this loss inside its trainer only.
     skipped = {
         name: "not installed" if find_spec(name) is None else "no kernel for a CPU" for name in ("liger_kernel",)

@@ -266,6 +266,22 @@ def test_a_sample_that_the_teacher_fails_on_costs_no_other() -> None:
     assert "out of memory" in str(results[2])
 
 
+class DyingScorer(CountingScorer):
+    """Scores one batch, and fails from then on, as a GPU does after an illegal access."""
+
+    def score(self, requests: Sequence[ScoreRequest]):
+        if self.scored:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().score(requests)
+
+
+def test_a_teacher_that_fails_on_what_it_scored_before_ends_the_scoring_and_refuses_no_sample() -> None:
+    with ThreadedService(DyingScorer()) as running:
+        assert post(running, body_of(make_request(1))).status_code == 200
+        assert post(running, body_of(make_request(2), make_request(3))).status_code == 503
+        assert httpx.get(f"{running.url}/health").status_code == 503
+
+
 class BrokenScorer(CountingScorer):
     """Gives fewer results than requests: a mistake in the scorer itself."""
 
