@@ -1,6 +1,7 @@
 """The trace of a run as Perfetto and chrome://tracing open it."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,22 @@ from asyncopd.tracking.jsonl import spell_not_finite
 from asyncopd.tracking.trace import Trace, read_trace, stage_of
 
 CHROME_TRACE = "trace.json"
+LOG = logging.getLogger(__name__)
+MOST_SPANS = 500_000
 _ORDER = {"rollout": 0, "teacher": 1, "learner": 2}
 
 
 def write_chrome_trace(run_dir: Path) -> Path:
     """Write `trace.json` in the Trace Event Format ("JSON Object Format", complete events in microseconds).
 
-    One process row per process of the run, in the order of the data path, one thread row per thread that traced.
+    One process row per process of the run, in the order of the data path, one thread row per thread that traced. Of a
+    long run only the newest ``MOST_SPANS`` are written: no viewer opens more.
     """
     trace = read_trace(run_dir)
+    if len(trace.spans) > MOST_SPANS:
+        LOG.warning("%s holds the last %d of %d spans", CHROME_TRACE, MOST_SPANS, len(trace.spans))
+        trace.spans = sorted(trace.spans, key=lambda span: span.start_ns)[-MOST_SPANS:]
+        trace.instants = [mark for mark in trace.instants if mark.time_ns >= trace.spans[0].start_ns]
     names = {span.process for span in trace.spans} | {mark.process for mark in trace.instants} | set(trace.processes)
     rows = _Rows(sorted(names, key=lambda name: (_ORDER.get(stage_of(name), len(_ORDER)), name)))
     times = [span.start_ns for span in trace.spans] + [mark.time_ns for mark in trace.instants]

@@ -50,15 +50,21 @@ class JsonLinesFollower:
 
     def read(self) -> list[dict[str, Any]]:
         """New whole records, oldest first; none while the file does not exist. A line still being written waits."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                block = file.read()
-        except FileNotFoundError:
-            return []
-        whole = block.rfind(b"\n") + 1
-        self._offset += whole
-        return list(_records(block[:whole]))
+        return list(self.follow())
+
+    def follow(self) -> Iterator[dict[str, Any]]:
+        """As ``read``, one by one, for who needs not all of them at once."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                record = _record(line)
+                if record is not None:
+                    yield record
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -86,14 +92,12 @@ def as_float(value: Any) -> float | None:
     return None
 
 
-def _records(block: bytes) -> Iterator[dict[str, Any]]:
-    for line in block.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # a torn line, completed by the newline of the next writer
-            continue
-        if isinstance(record, dict):
-            yield record
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # a torn line, completed by the newline of the next writer
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _ends_in_mid_line(path: Path) -> bool:

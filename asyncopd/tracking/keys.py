@@ -21,7 +21,9 @@ Per optimizer step, at the version that the step produced:
                                      the hardware's peak is not known (`tracking.peak_tflops`)
     memory_gb                        most memory so far, 1e9 bytes: of rank 0's process on a CPU, allocated on its GPU
     logprob_gap/staleness_0          mean |log p - log b| over the tokens of staleness 0, nats, and how many those are:
-    tokens/staleness_0               rollout engine and learner agree. Absent when there are none
+    tokens/staleness_0               how well rollout engine and learner agree, where answers are sampled plainly at the
+                                     objective's temperature; else also how the two distributions differ. Absent when
+                                     there are none
     <any>/staleness_<bucket>         the same metric over the tokens of one staleness, see `objectives.diagnostics`
     staleness/mean, staleness/max    of the samples trained in this step (a sample is as old as its oldest token)
     staleness/<where>/<age>          number of the step's samples by their age in optimizer steps: what they aged

@@ -39,6 +39,10 @@ def stage_of(process: str) -> str:
     return _STAGE_OF_PREFIX.get(prefix, prefix)
 
 
+_SPANS_AT_ONCE = 10_000
+"""Spans that a follower reads before it looks which it may forget."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """A closed stretch of time in one thread of one process; times in nanoseconds since the epoch.
@@ -218,17 +222,24 @@ class TraceFollower:
         self._folder = Path(run_dir) / TRACE_FOLDER
         self._files: dict[str, JsonLinesFollower] = {}
         self._keep_s = keep_s
+        self._forget_at = _SPANS_AT_ONCE
         self.trace = Trace()
 
     def read(self) -> Trace:
         for path in sorted(self._folder.glob("*.jsonl")):
             follower = self._files.setdefault(path.stem, JsonLinesFollower(path))
-            for record in follower.read():
+            for record in follower.follow():
                 self.trace.take(path.stem, record)
+                if len(self.trace.spans) >= self._forget_at:
+                    self._forget()
+        self._forget()
+        return self.trace
+
+    def _forget(self) -> None:
         if self._keep_s is not None:
             horizon = time.time_ns() - int(self._keep_s * 1e9)
             self.trace.spans = [span for span in self.trace.spans if span.end_ns >= horizon]
-        return self.trace
+        self._forget_at = 2 * len(self.trace.spans) + _SPANS_AT_ONCE
 
 
 def read_trace(run_dir: Path) -> Trace:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from asyncopd.tracking import keys
@@ -102,11 +103,10 @@ def _top(rows: Sequence[MetricsRow], training: Mapping[str, Points], held_out: M
 def smooth(values: Sequence[float], half_width: int | None = None) -> list[float]:
     """Centred running mean over 2 * half_width + 1 values, a window that shrinks at both ends."""
     half = len(values) // 40 + 1 if half_width is None else half_width
-    means = []
+    array, means = np.asarray(values), []
     for index in range(len(values)):
         reach = min(half, index, len(values) - 1 - index)
-        window = values[index - reach : index + reach + 1]
-        means.append(sum(window) / len(window))
+        means.append(float(array[index - reach : index + reach + 1].mean()))
     return means
 
 
