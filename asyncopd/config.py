@@ -80,6 +80,11 @@ class RunConfig:
         return max(self.queue.max_staleness, self.lag or 0)
 
     @property
+    def stall_s(self) -> float:
+        """Seconds without any movement in the queue after which the run fails."""
+        return max(self.supervision.stall_s, 2 * self.supervision.start_s, 2 * self.teacher.deadline_s)
+
+    @property
     def group_size(self) -> int:
         """Samples generated and scored together in the pinned modes: the most that divide a batch and fit the slots."""
         batch = self.queue.batch_size

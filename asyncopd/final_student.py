@@ -40,9 +40,7 @@ The whole record is `summary.json` of the run.
 """
 
 
-def write_final_student(
-    path: Path, learner: Learner, checks: Preflight, config: RunConfig, summary: RunSummary
-) -> None:
+def write_final_student(path: Path, learner: Learner, checks: Preflight, config: RunConfig) -> None:
     """Write the checkpoint in the dtype that the student came in, adapters merged; they themselves are beside it.
 
     Where the learner is sharded, the other ranks call ``help_write_final_student`` at the same time.
@@ -60,6 +58,10 @@ def write_final_student(
         write_adapters(student, adapters, path / "adapter")
     checks.tokenizer.save_pretrained(path)
     checks.generation.save_pretrained(path)
+
+
+def write_model_card(path: Path, config: RunConfig, summary: RunSummary) -> None:
+    """Beside the student: where it comes from, and its figures."""
     figures = summary.as_dict()
     card = _CARD.format(
         name=config.name,

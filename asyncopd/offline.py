@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from asyncopd.config import RunConfig, plain
 from asyncopd.errors import ConfigError
-from asyncopd.final_student import write_final_student
+from asyncopd.final_student import write_final_student, write_model_card
 from asyncopd.interface import RunResult
 from asyncopd.learner.load import load_learner, open_accelerator
 from asyncopd.objectives import build_objective
@@ -28,6 +28,7 @@ from asyncopd.tracking.summary import write_summary
 from asyncopd.tracking.trace import RUN, RUN_END, Tracer
 from asyncopd.tracking.trackers import open_tracking
 from asyncopd.types import NO_VERSION, Rollout, ScoredRollout
+from teacher_cache.identity import vocabulary_of
 
 LOG = logging.getLogger(__name__)
 Batch = tuple[Sequence[ScoredRollout], Mapping[str, float]]
@@ -83,8 +84,9 @@ def train_offline(
                 span.add(samples=len(samples), tokens=sum(len(sample.rollout.response_ids_T) for sample in samples))
             tracking.log(version + 1, {**metrics, **known})
         tracer.instant(RUN_END)
+        write_final_student(folder.final_path, learner, checks, config)
         summary = write_summary(folder.path)
-        write_final_student(folder.final_path, learner, checks, config, summary)
+        write_model_card(folder.final_path, config, summary)
         tracking.finish(summary.as_dict())
     write_chrome_trace(folder.path)
     write_report(folder.path)
@@ -97,7 +99,7 @@ def student_checks(config: RunConfig) -> Preflight:
     student = outline(config.student, "student")
     tokenizer = AutoTokenizer.from_pretrained(config.student)
     generation = generation_config(config.student, student)
-    vocabulary = SharedVocabulary(size=len(tokenizer), eos_ids=eos_ids(tokenizer, generation))
+    vocabulary = SharedVocabulary(size=vocabulary_of(tokenizer), eos_ids=eos_ids(tokenizer, generation))
     require_head(student.get_text_config(decoder=True).vocab_size, vocabulary, "student")
     pad = tokenizer.pad_token_id
     return Preflight(

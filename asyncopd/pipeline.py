@@ -18,9 +18,9 @@ from typing import Self
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from asyncopd.config import RunConfig, flat, plain
+from asyncopd.config import RunConfig, plain
 from asyncopd.errors import AsyncOPDError, CheckpointError, ConfigError
-from asyncopd.final_student import help_write_final_student, write_final_student
+from asyncopd.final_student import help_write_final_student, write_final_student, write_model_card
 from asyncopd.held_out import HeldOutCollector, HeldOutFiles
 from asyncopd.interface import Callbacks, Inputs, RunResult
 from asyncopd.learner.checkpoint import CheckpointStore
@@ -37,6 +37,7 @@ from asyncopd.publishing import open_publisher
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
+from asyncopd.resumed import resumed_config
 from asyncopd.run_folder import RunFolder
 from asyncopd.stop import StopRequest
 from asyncopd.storage import blaming_storage
@@ -126,7 +127,7 @@ class _Run:
         if learner.sharded and self.callbacks.evaluate is not None:
             raise ConfigError(
                 "callbacks.evaluate reads the whole student, which learner.sharding fsdp2 spreads over the processes; "
-                "evaluate the published weights of the run folder, or set learner.sharding to none"
+                "take the held-out figures (evaluation.every), or set learner.sharding to none"
             )
         trackers = CheckpointStore(folder.path).load(start, learner) if start else {}
         name = "learner" if self.main else f"learner-{self.accelerator.process_index}"
@@ -171,8 +172,10 @@ class _Run:
             LOG.warning("stopped at policy version %d; go on with --resume --name %s", version, config.name)
             tracking.finish({})
             return RunResult(path=folder.path, policy_version=version, stopped=True, before=figures.get(0))
+        # First, so that nothing that goes wrong with the figures can cost it.
+        write_final_student(folder.final_path, learner, checks, config)
         summary = write_summary(folder.path)
-        write_final_student(folder.final_path, learner, checks, config, summary)
+        write_model_card(folder.final_path, config, summary)
         tracking.finish(summary.as_dict())
         if config.tracking.report:
             write_chrome_trace(folder.path)
@@ -192,12 +195,13 @@ class _Run:
         if self.resume:
             folder = RunFolder.existing(config)
             stored = folder.config()
-            refuse_changes(stored, config, self.inputs)
-            config = stored
+            config = resumed_config(stored, config, self.inputs)
         else:
             folder, config = RunFolder.create(config)
         self.cleanup.enter_context(folder.lock())
-        if not self.resume:
+        if self.resume:
+            folder.write_config(config)
+        else:
             config = save_inputs(folder, config, self.inputs)
         return folder, config
 
@@ -282,6 +286,14 @@ class _Run:
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
         publisher = self.cleanup.enter_context(open_publisher(config, path, self.accelerator.device))
+        files = HeldOutFiles(self.folder)
+        if files.none_because is not None:
+            LOG.warning("no held-out figures: %s", files.none_because)
+
+        def drop_weights(version: int) -> None:
+            """They come with every step. A worker may be about to open what was the newest two commits ago."""
+            publisher.keep_from(version - 2, files.waiting(publisher.versions()))
+
         commits = Commits(
             self.folder.ledger_path,
             publisher,
@@ -289,12 +301,11 @@ class _Run:
             tracer,
             # In the pinned modes the stages wait for each other, so there is nothing to gain.
             behind=config.lag is None,
+            # A resume of a lagged mode needs those since its checkpoint.
+            tidy=None if config.lag else drop_weights,
         )
         # Before the folder is unlocked: nothing of a run that failed may be written into the one that resumes it.
         self.cleanup.callback(commits.close)
-        files = HeldOutFiles(self.folder)
-        if files.none_because is not None:
-            LOG.warning("no held-out figures: %s", files.none_because)
         held_out = HeldOutCollector(
             files=files,
             tracking=tracking,
@@ -326,6 +337,7 @@ class _Run:
             doorbell=doorbell,
             held_out=held_out,
             lag=config.lag or 0,
+            stall_s=config.stall_s,
         )
 
     @contextmanager
@@ -378,20 +390,3 @@ def ledger_plan(config: RunConfig, prompts: int) -> LedgerPlan:
         requeue_too_old=queue.requeue_too_old,
         record=queue.record,
     )
-
-
-def refuse_changes(stored: RunConfig, asked: RunConfig, inputs: Inputs) -> None:
-    """ConfigError naming the options of a resumed run that differ from what it was started with.
-
-    Models in memory were saved into the run folder, so their paths differ and do not count.
-    """
-    saved = {"student": inputs.student, "teacher.model": inputs.teacher}
-    free = {"name", *(name for name, model in saved.items() if model is not None)}
-    before, now = flat(stored), flat(asked)
-    changed = [name for name in before if name not in free and before[name] != now.get(name)]
-    if changed:
-        listed = ", ".join(f"{name}: {before[name]!r} -> {now.get(name)!r}" for name in changed)
-        raise ConfigError(
-            f"run {stored.name!r} was started with other options ({listed}); "
-            "resume it without them, or start another run"
-        )

@@ -103,7 +103,7 @@ class RunFolder:
         partial.replace(self.path / "config.yaml")
 
     def config(self) -> RunConfig:
-        """The resolved configuration that the run was started with."""
+        """The resolved configuration that the run was started with, or last resumed."""
         path = self.path / "config.yaml"
         return from_yaml(path.read_text(), str(path))
 

@@ -31,7 +31,18 @@ BEYOND_REPAIR = 3
 
 
 def check_devices(workers: Sequence[WorkerSpec], learner: Sequence[str]) -> None:
-    """ConfigError when two processes are given the same GPU; ``learner`` are the learner's physical ids."""
+    """ConfigError when two processes are given the same GPU; ``learner`` are the learner's physical ids.
+
+    A warning names those that are given none and will take the learner's first.
+    """
+    sharing = [worker.name for worker in workers if learner and not worker.devices]
+    if sharing:
+        LOG.warning(
+            "%s will share GPU %s with the learner; give each its own (rollout.devices, teacher.devices), or lower "
+            "rollout.vllm.memory_fraction and teacher.vllm.memory_fraction",
+            ", ".join(sharing),
+            learner[0],
+        )
     taken = dict.fromkeys(learner, "the learner")
     for worker in workers:
         for device in filter(None, worker.devices.split(",")):
@@ -50,19 +61,25 @@ class SupervisionConfig:
     restarts: int = 3
     """How often each worker is started again before the run fails; 0 fails at the first death. An error at a worker's
     first start fails at once."""
+    forgive_s: float = 3600.0
+    """Seconds of work after which a worker's earlier deaths do not count any more."""
     backoff_s: float = 1.0
     """Seconds before a worker's first restart; doubled for each further one."""
     start_s: float = 600.0
     """Seconds that a worker may take until it is ready, and to load weights; apart from that, ``queue.lease_s``
     without progress is a hang."""
+    stall_s: float = 1800.0
+    """Seconds without any movement in the queue after which the run fails; at least twice ``start_s`` and
+    ``teacher.deadline_s`` are granted."""
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
             raise ConfigError(f"supervision.restarts is {self.restarts}; expected 0 (fail at the first death) or more")
         if self.backoff_s < 0:
             raise ConfigError(f"supervision.backoff_s is {self.backoff_s}; expected 0 seconds or more")
-        if not self.start_s > 0:
-            raise ConfigError(f"supervision.start_s is {self.start_s}; expected seconds above 0, for example 600")
+        for name in ("start_s", "stall_s", "forgive_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"supervision.{name} is {getattr(self, name)}; expected seconds above 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,18 +87,22 @@ class _Worker:
     """A worker and what is known of it; times are of the monotonic clock, seconds.
 
     beats       descriptor that its signs of progress come from
+    started     when it was started
     heard       when it was started or last made progress
     ready       whether it has made progress at all
     restarts    how often it was started again
+    counted     how many of these restarts count against it
     due         when it is to be started again; None while it runs
     """
 
     spec: WorkerSpec
     process: WorkerProcess
     beats: int
+    started: float
     heard: float
     ready: bool = False
     restarts: int = 0
+    counted: int = 0
     due: float | None = None
 
     def listen(self) -> None:
@@ -139,7 +160,8 @@ class Supervisor:
         (self._run_dir / "logs").mkdir(exist_ok=True)
         for spec in self._specs:
             process, beats = self._start(spec)
-            self._workers.append(_Worker(spec=spec, process=process, beats=beats, heard=time.monotonic()))
+            now = time.monotonic()
+            self._workers.append(_Worker(spec=spec, process=process, beats=beats, started=now, heard=now))
         self._watch.start()
 
     @property
@@ -208,10 +230,13 @@ class Supervisor:
         if worker.due is not None:
             if time.monotonic() >= worker.due:
                 worker.process, worker.beats = self._start(worker.spec)
-                worker.heard, worker.ready, worker.due = time.monotonic(), False, None
+                worker.started = worker.heard = time.monotonic()
+                worker.ready, worker.due = False, None
             return
         cause = self._cause_of_death(worker)
         if cause is None:
+            if worker.ready and time.monotonic() - worker.started > self._config.forgive_s:
+                worker.counted = 0
             return
         name, limit = worker.spec.name, self._config.restarts
         worker.process.kill()
@@ -224,12 +249,13 @@ class Supervisor:
         if worker.process.poll() == 1 and not worker.ready and not worker.restarts:
             # Its own exception at the first start: it would only come again.
             raise WorkerDiedError(name, f"{cause} before it was ready\n{self._log_tail(name)}")
-        if worker.restarts >= limit:
+        if worker.counted >= limit:
             after = f", after {limit} restarts" if limit else ""
             raise WorkerDiedError(name, f"{cause}{after}\n{self._log_tail(name)}")
         worker.close()
-        wait_s = self._config.backoff_s * 2**worker.restarts
+        wait_s = self._config.backoff_s * 2**worker.counted
         worker.restarts += 1
+        worker.counted += 1
         worker.due = time.monotonic() + wait_s
         self._tracer.instant(f"{RESTART} {name}", samples=back)
         LOG.warning(
@@ -237,7 +263,7 @@ class Supervisor:
             name,
             cause,
             back,
-            worker.restarts,
+            worker.counted,
             limit,
             wait_s,
             self._log_path(name),

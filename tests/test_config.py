@@ -64,3 +64,15 @@ def test_a_worker_does_not_inherit_the_learners_rank() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["CUDA_VISIBLE_DEVICES"] == "6"
     assert not {"RANK", "MASTER_PORT", "ACCELERATE_USE_CPU"} & environment.keys()
+
+
+def test_workers_that_share_the_learners_gpu_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    workers = [
+        WorkerSpec(kind="rollout", index=0, threads=1, devices="4,5"),
+        WorkerSpec(kind="scorer", index=0, threads=1, devices=""),
+    ]
+    check_devices(workers, learner=[])
+    assert caplog.messages == []
+    check_devices(workers, learner=["2", "3"])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("scorer-0 will share GPU 2 with the learner")

@@ -16,6 +16,7 @@ from asyncopd import pipeline
 from asyncopd.errors import ConfigError, DataError
 from asyncopd.evaluation import EvaluationConfig
 from asyncopd.interface import Callbacks, Inputs, RunResult
+from asyncopd.learner.checkpoint import CheckpointConfig
 from asyncopd.objectives import SURROGATES, ObjectiveConfig
 from asyncopd.pipeline import run
 from asyncopd.prompts import DataConfig
@@ -168,6 +169,30 @@ def test_objects_in_memory_callbacks_and_an_own_evaluation_take_part_in_a_run(tm
     assert result.final is not None
     assert AutoModelForCausalLM.from_pretrained(result.final).config.num_hidden_layers == 2
     assert AutoTokenizer.from_pretrained(result.final).chat_template == make_tiny_tokenizer().chat_template
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_are_deleted_as_the_run_goes_on_and_not_only_at_checkpoints(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = tiny_config(tmp_path, *models, mode=mode, steps=8, evaluation=EvaluationConfig(prompts=0))
+    config = replace(config, checkpoint=CheckpointConfig(every=0))
+    there: list[int] = []
+    folder = config.runs_dir / config.name / "weights"
+    run(config, callbacks=Callbacks(on_step=lambda *_: there.append(len(list(folder.glob("v*"))))))
+    # The one that is being written, and those that a worker may be about to open.
+    assert max(there) <= 4
+
+
+def test_held_out_answers_that_must_be_longer_than_they_may_be_are_refused_before_a_model_loads(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, *models, evaluation=EvaluationConfig(max_new_tokens=4))
+    sampling = replace(config.rollout.sampling, min_new_tokens=8)
+    config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    with pytest.raises(ConfigError, match=r"evaluation\.max_new_tokens is 4; expected at least the 8"):
+        run(config)
 
 
 @pytest.mark.parametrize(

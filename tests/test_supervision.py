@@ -125,7 +125,24 @@ def test_a_worker_that_cannot_be_started_again_fails_the_run_after_its_restarts_
         (models[0] / "config.json.gone").rename(models[0] / "config.json")
 
 
-@pytest.mark.parametrize(("name", "value"), [("restarts", -1), ("backoff_s", -0.5), ("start_s", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("restarts", -1), ("backoff_s", -0.5), ("start_s", 0.0), ("stall_s", -1.0)]
+)
 def test_impossible_supervision_is_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"supervision.{name} is {value}"):
         SupervisionConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_worker_that_has_worked_for_long_may_die_again(models: tuple[Path, Path], tmp_path: Path) -> None:
+    def later() -> None:
+        # The supervisor looks five times a second.
+        time.sleep(1)
+        worker("rollout-0").kill()
+
+    supervision = SupervisionConfig(restarts=1, backoff_s=0.1, forgive_s=0.05)
+    result = run(
+        tiny_config(tmp_path, *models, supervision=supervision),
+        callbacks=at_version({1: lambda: worker("rollout-0").kill(), 4: later}),
+    )
+    assert result.summary is not None
+    assert result.summary.restarts == 2

@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from asyncopd.errors import ConfigError
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.pipeline import run
 from asyncopd.queue.ledger import Ledger
+from asyncopd.run_folder import RunFolder
 from asyncopd.tracking.metrics import read_metrics
 from asyncopd.tracking.trace import read_trace
 from tests.conftest import make_tiny_llama, save_checkpoint
@@ -80,7 +82,7 @@ def test_a_learner_killed_mid_run_leaves_no_orphan_and_resumes_to_bit_identical_
     assert [row.policy_version for row in read_metrics(result.path) if "loss" in row.values] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_stopped_by_ctrl_c_and_resumed_ends_with_the_weights_of_an_undisturbed_one(
+def test_a_run_stopped_by_ctrl_c_and_resumed_with_one_more_worker_ends_with_the_weights_of_an_undisturbed_one(
     tmp_path: Path, models: tuple[Path, Path], undisturbed: Path
 ) -> None:
     config = tiny_config(tmp_path, *models, checkpoint=CheckpointConfig(every=0))
@@ -93,8 +95,9 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_ends_with_the_weights_of_an_undistu
     wait_until_gone(everyone, timeout_s=5)
     (saved,) = CheckpointStore(run_dir).versions()
     assert 2 <= saved <= 6
-    result = run(config, resume=True)
+    result = run(replace(config, rollout=replace(config.rollout, workers=2)), resume=True)
     assert result.policy_version == 6
+    assert RunFolder(result.path).config().rollout.workers == 2
     _assert_same_weights(result.path, undisturbed)
 
 

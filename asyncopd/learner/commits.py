@@ -4,7 +4,7 @@ step v+1 ──copy──> [ write weights v+1 ──> one transaction: batch tr
             └────> step v+2, whose own commit waits for the bracket
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,17 +20,26 @@ class Commits:
 
     wakes       doorbells to ring after each commit
     behind      commit in a thread of its own; otherwise before ``start`` returns
+    tidy        called with each committed version, in the thread that commits
 
     A commit that failed raises its error from the next ``start``, ``settle`` or ``check``.
     """
 
     def __init__(
-        self, ledger_path: Path, publisher: WeightPublisher, wakes: Sequence[str], tracer: Tracer, *, behind: bool
+        self,
+        ledger_path: Path,
+        publisher: WeightPublisher,
+        wakes: Sequence[str],
+        tracer: Tracer,
+        *,
+        behind: bool,
+        tidy: Callable[[int], None] | None = None,
     ) -> None:
         self._ledger_path = ledger_path
         self._publisher = publisher
         self._wakes = wakes
         self._tracer = tracer
+        self._tidy = tidy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit") if behind else None
         self._pending: Future[None] | None = None
         self._batch: Batch | None = None
@@ -75,5 +84,7 @@ class Commits:
                 # A batch that was trained ahead of its lease is leased now; the commit makes sure that it is this one.
                 ledger.lease_batch()
                 ledger.commit_step(batch, version, published=True)
+        if self._tidy is not None:
+            self._tidy(version)
         for name in self._wakes:
             ring(self._ledger_path.parent, name)

@@ -22,8 +22,6 @@ from asyncopd.workers import cores
 
 LET_GO_S = 0.5
 """Seconds that the threads of a process group have, at the end, to let go of what they sent."""
-WAIT_S = 3600.0
-"""Seconds that a rank may wait for another one: rank 0 waits for samples, which is given up after half of it."""
 
 
 def open_accelerator(config: RunConfig) -> Accelerator:
@@ -36,7 +34,8 @@ def open_accelerator(config: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.learner.dtype == "bf16" else "no",
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=WAIT_S))],
+        # The other ranks wait for rank 0, which waits for samples and must be the first to give up.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2 * config.stall_s))],
     )
     set_seed(config.seed)
     return accelerator

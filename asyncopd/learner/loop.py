@@ -14,7 +14,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from asyncopd.errors import DeadlineError
+from asyncopd.errors import DeadlineError, LedgerError
 from asyncopd.held_out import HeldOutCollector
 from asyncopd.learner.checkpoint import CheckpointConfig, CheckpointStore
 from asyncopd.learner.commits import Commits
@@ -26,6 +26,7 @@ from asyncopd.publish.probe import Probe, ProbeText
 from asyncopd.queue.doorbell import Doorbell
 from asyncopd.queue.ledger import Batch, Ledger
 from asyncopd.queue.payloads import delete_payloads
+from asyncopd.queue.rows import Counts
 from asyncopd.stage import SLOW_POLL_S
 from asyncopd.stop import StopRequest
 from asyncopd.supervisor import Supervisor
@@ -34,8 +35,8 @@ from asyncopd.tracking.trace import Tracer
 from asyncopd.tracking.trackers import RunTracking
 
 LOG = logging.getLogger(__name__)
-STALL_S = 1800.0
-"""Seconds without any movement in the queue after which a run fails instead of waiting on."""
+MOST_DROPPED = 8
+"""Windows of samples that may be dropped before one batch is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,7 @@ class Owner:
 
     held_out    what the scoring stage finds out on held-out prompts
     lag         policy versions of a lagged mode whose weights a resume may need; 0 otherwise
+    stall_s     seconds without any movement in the queue after which the run fails instead of waiting on
     """
 
     run_dir: Path
@@ -57,10 +59,12 @@ class Owner:
     doorbell: Doorbell
     held_out: HeldOutCollector
     lag: int
+    stall_s: float
 
     def next_batch(self) -> Batch | None:
         """Wait for the next batch; None when a stop was asked for. Every wait looks at the workers and at progress."""
-        counts, since = self.ledger.counts(), time.monotonic()
+        before = self.ledger.counts()
+        counts, since = before, time.monotonic()
         while not self.stop.asked:
             self.supervisor.check()
             self.commits.check()
@@ -73,21 +77,35 @@ class Owner:
             now = self.ledger.counts()
             if now != counts:
                 counts, since = now, time.monotonic()
-            elif time.monotonic() - since > STALL_S:
+                self._require_some(before, now)
+            elif time.monotonic() - since > self.stall_s:
                 raise DeadlineError(
-                    f"nothing moved in the sample queue for {STALL_S:.0f} s; samples by state: {counts}. "
-                    f"The stages' logs are in {self.run_dir / 'logs'}"
+                    f"nothing moved in the sample queue for {self.stall_s:.0f} s; samples by state: {counts}. The "
+                    f"stages' logs are in {self.run_dir / 'logs'}; where an answer may take that long, "
+                    "start with a longer supervision.stall_s"
                 )
         return None
 
-    def tidy(self, version: int, keep: int) -> None:
-        """Delete checkpoints, payloads and weights that no resume can need any more."""
+    def _require_some(self, before: Counts, now: Counts) -> None:
+        """LedgerError where so many samples are dropped that the batch may never come."""
+        plan = self.ledger.plan
+        if now.dropped - before.dropped <= MOST_DROPPED * (plan.max_staleness + 1) * plan.batch_size:
+            return
+        reasons = {
+            reason: count - before.dropped_by_reason.get(reason, 0) for reason, count in now.dropped_by_reason.items()
+        }
+        raise LedgerError(
+            f"{now.dropped - before.dropped} samples were dropped ({reasons}) before one batch of {plan.batch_size} "
+            "was there; see the details with `asyncopd ledger show` and repair the prompts or the teacher"
+        )
+
+    def tidy(self, keep: int) -> None:
+        """Delete checkpoints and payloads that no resume can need any more, and in a lagged mode weights."""
         self.checkpoints.prune(keep)
         oldest = min(self.checkpoints.versions(), default=0)
         delete_payloads(self.run_dir, self.ledger.forget_payloads(oldest))
-        # Outside the lagged modes a worker may still be opening the version before this one.
-        needed = oldest - self.lag if self.lag else version - 1
-        self.publisher.keep_from(needed, self.held_out.files.waiting(self.publisher.versions()))
+        if self.lag:
+            self.publisher.keep_from(oldest - self.lag, self.held_out.files.waiting(self.publisher.versions()))
 
     def await_evaluations(self) -> None:
         """Wait for the figures of all published versions that are due, unless a stop is asked for."""
@@ -166,7 +184,7 @@ class LearnerLoop:
                 ids = self.owner.tracking.ids
             path = self.checkpoints.save(version, self.learner, ids)
         if self.owner is not None:
-            self.owner.tidy(version, self.checkpoint_config.keep)
+            self.owner.tidy(self.checkpoint_config.keep)
             if self.on_checkpoint is not None:
                 self.on_checkpoint(version, path)
 

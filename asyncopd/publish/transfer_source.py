@@ -11,7 +11,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Protocol
 
-from asyncopd.errors import TransferError
+from asyncopd.errors import CheckpointError, TransferError
 from asyncopd.publish.probe import Probe
 from asyncopd.publish.transfer_group import HOST
 from asyncopd.publish.transfer_publisher import Offer, read_address
@@ -68,7 +68,11 @@ class TransferSource:
                 self._engine.receive_weights(offer)
                 return offer.probe
             if version in self._store.versions():
-                return FileSource(self._store, self._engine).move_to(version)
+                try:
+                    return FileSource(self._store, self._engine).move_to(version)
+                except (CheckpointError, FileNotFoundError):
+                    if self._newest is None:
+                        raise
             if time.monotonic() > until:
                 raise TransferError(
                     f"policy version {version} is neither in the learner's memory nor in {self._store.root}, "

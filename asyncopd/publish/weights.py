@@ -7,7 +7,7 @@ Versions may skip numbers; a reader takes the newest whole one or the one it was
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -125,6 +125,9 @@ class WeightStore:
         for lost in self.versions():
             if lost > version:
                 self._delete(lost)
+        for left_over in self.root.glob(".*ing-*"):
+            # Of a process that was killed in the middle.
+            shutil.rmtree(left_over, ignore_errors=True)
 
     def _path(self, version: int) -> Path:
         return self.root / f"v{version:08d}"
@@ -132,18 +135,32 @@ class WeightStore:
     def _delete(self, version: int) -> None:
         # Renamed first, so that a version is never visible with half its files gone.
         doomed = self.root / f".deleting-{version}"
+        shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self._path(version), doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A WeightSource for any engine: it reads the files of ``store``."""
+    """A WeightSource for any engine: it reads the files of ``store``.
+
+    newest    the newest published version, where a newer one than was asked for will do; None takes the very one
+    """
 
     store: WeightStore
     engine: LoadsFiles
+    newest: Callable[[], int] | None = None
 
     def move_to(self, version: int) -> Probe | None:
-        """To the very ``version``; CheckpointError if it is not there."""
-        self.engine.load_weights(self.store.directory(version), version)
-        return self.store.probe(version)
+        """To ``version``, or to the newest one if it was deleted meanwhile; CheckpointError if it is not there."""
+        while True:
+            try:
+                directory = self.store.directory(version)
+                probe = Probe.read(directory)
+                self.engine.load_weights(directory, version)
+                return probe
+            except (CheckpointError, FileNotFoundError):
+                newer = version if self.newest is None else self.newest()
+                if newer == version:
+                    raise
+                version = newer

@@ -167,14 +167,19 @@ class RolloutWorker:
         with self.stage.tracer.span("load_weights", version=version):
             with self.stage.loading():
                 probe = self.weights.move_to(version)
-            if self.config.weights == "abort" and self.engine.in_flight > 0:
-                self.engine.restart(keep_tokens=self.config.on_abort == "continue")
-            found = None if probe is None else self.engine.logprobs(probe.ids)
+                if self.config.weights == "abort" and self.engine.in_flight > 0:
+                    self.engine.restart(keep_tokens=self.config.on_abort == "continue")
+                found = None if probe is None else self.engine.logprobs(probe.ids)
             if probe is not None and found is not None:
                 probe.check(found, version=self.engine.policy_version, dtype=self.config.dtype)
+        # A load may outlast a lease, and what is then somebody else's must be let go before more is leased.
+        self._extend_leases()
 
     def _submit(self, lease: Lease) -> None:
         """Hand a lease to the engine; a sample that it refuses is quarantined, the others go on."""
+        if not self.stage.ledger.heartbeat(lease.token, self.stage.lease_s):
+            self.stage.log.warning("lease %d ended while weights were loaded; another worker has it", lease.token)
+            return
         requests = [
             RolloutRequest(
                 uid=sample.uid,
@@ -210,12 +215,12 @@ class RolloutWorker:
         until = time.monotonic() + _SPAN_S
         with self.stage.tracer.span("decode") as span:
             while self.engine.in_flight > 0 and time.monotonic() < until:
-                span.add(tokens=self.engine.in_flight)
                 self.stage.beat()
                 ended = self.engine.step()
                 if ended:
                     self._put(ended)
-                    span.add(samples=len(ended))
+                    tokens = sum(len(rollout.response_ids_T) for rollout in ended)
+                    span.add(samples=len(ended), tokens=tokens)
                     self.stage.hand_on()
                 if not self.pinned and time.monotonic() - self._looked > _LOOK_S:
                     self._look()
@@ -246,11 +251,13 @@ class RolloutWorker:
             self.stage.log.warning("the lease on %s ended while it was generated; another worker has it", rollout.uid)
 
     def _heartbeat(self) -> None:
-        """Extend the leases in flight, because tokens were decoded; forget answers whose lease is gone."""
-        now = time.monotonic()
-        if now - self._beat < self.stage.lease_s / 4:
-            return
-        self._beat = now
+        """Extend the leases in flight from time to time, because tokens were decoded."""
+        if time.monotonic() - self._beat >= self.stage.lease_s / 4:
+            self._extend_leases()
+
+    def _extend_leases(self) -> None:
+        """Extend the leases in flight; forget answers whose lease is gone."""
+        self._beat = time.monotonic()
         for token in sorted(set(self._tokens.values())):
             if not self.stage.ledger.heartbeat(token, self.stage.lease_s):
                 lost = [uid for uid, held in self._tokens.items() if held == token]

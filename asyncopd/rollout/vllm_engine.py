@@ -247,7 +247,8 @@ def _start(
         # The model's own sampling defaults must not come in.
         generation_config="vllm",
         max_model_len=config.max_context or None,
-        max_num_seqs=slots,
+        # One more for the probe of new weights, which must not wait until an answer ends.
+        max_num_seqs=slots + 1,
         tensor_parallel_size=config.tensor_parallel,
         enforce_eager=config.eager or cpu,
         gpu_memory_utilization=config.memory_fraction,

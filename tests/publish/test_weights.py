@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncopd.errors import CheckpointError
-from asyncopd.publish import WeightStore
+from asyncopd.publish import FileSource, WeightStore
 
 
 def _publish(store: WeightStore, *versions: int) -> None:
@@ -56,3 +56,39 @@ def test_versions_of_a_lost_timeline_are_forgotten(tmp_path: Path) -> None:
     _publish(store, 0, 1, 2, 3)
     store.forget_after(1)
     assert store.versions() == [0, 1]
+
+
+class Loader:
+    """An engine that notes what it loads, and the learner that goes on meanwhile."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store, self.loaded = store, -1
+
+    def load_weights(self, directory: Path, version: int) -> None:
+        if version == 1:
+            _publish(self.store, 3)
+            self.store.keep_from(3)
+        self.loaded = int(load_file(directory / "model.safetensors")["a"][0, 0])
+
+
+def test_a_version_that_is_deleted_while_it_is_opened_gives_way_to_the_newest(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    _publish(store, 1)
+    engine = Loader(store)
+    FileSource(store, engine, newest=lambda: store.versions()[-1]).move_to(1)
+    assert engine.loaded == 3
+    with pytest.raises(CheckpointError, match="version 1 .* present"):
+        FileSource(store, engine).move_to(1)
+
+
+def test_a_version_whose_deletion_was_cut_off_is_deleted_in_the_end(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    _publish(store, 0, 1, 2)
+    half = tmp_path / "weights" / ".deleting-1"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"left")
+    store.keep_from(2)
+    assert store.versions() == [2]
+    half.mkdir()
+    store.forget_after(2)
+    assert not half.exists()

@@ -169,6 +169,22 @@ def test_logprobs_of_a_text_are_those_of_transformers_and_disturb_no_answer(pair
     assert_same(advanced | drain(ours), expected)
 
 
+def test_a_probe_does_not_wait_until_an_answer_ends(pair: Pairs) -> None:
+    slots = 3
+    sampling = SamplingConfig(max_new_tokens=20, min_new_tokens=20)
+    engines = pair("tied-llama", slots=slots, sampling=sampling)
+    ours, theirs = engines.vllm, engines.transformers()
+    ours.load_weights(engines.a, 0)
+    ours.submit(requests(slots))
+    advance(ours, 1)
+    text = [1, 2, 3]
+    torch.testing.assert_close(ours.logprobs(text), theirs.logprobs(text), atol=1e-4, rtol=0)
+    # A first token and at most one for each of the two that were asked about, of twenty.
+    assert all(len(answer.tokens) <= 4 for answer in ours._answers.values())
+    assert len(ours._answers) == slots
+    drain(ours)
+
+
 def test_a_probe_that_vllm_reads_in_two_parts_is_answered_at_its_end(pair: Pairs) -> None:
     engines = pair("tied-llama", slots=64)
     ours, theirs = engines.vllm, engines.transformers()
