@@ -5,7 +5,7 @@ Shape suffixes: R response positions of a batch, V vocabulary, N answers.
 
 import copy
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from asyncopd.errors import ConfigError
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.types import Prompt, Rollout, RolloutRequest
-from teacher_cache.causal_head import CausalHead
+from teacher_cache.causal_head import CPU_ROWS, HEAD_ROWS, CausalHead
 from teacher_cache.causal_scorer import CausalModel
 from teacher_cache.dense import FULL, dense_logprobs
+from teacher_cache.identity import vocabulary_of
 from teacher_cache.scorer import Scorer, ScoreRequest
 
 EVALUATION_SEED = 20_011
@@ -108,9 +109,10 @@ def held_out_kl(
     """
     teacher = _model(teacher, dtype)
     training = teacher.training
+    head = CausalHead(teacher.eval(), vocabulary_of(tokenizer))
     steps = held_out_steps(
         _model(student, dtype),
-        CausalHead(teacher.eval(), len(tokenizer)),
+        dict.fromkeys((prompt.teacher for prompt in prompts), head),
         prompts,
         sampling,
         tokenizer=tokenizer,
@@ -130,7 +132,7 @@ def held_out_kl(
 
 def held_out_steps(
     student: PreTrainedModel,
-    teacher: CausalModel | AskedTeacher,
+    teachers: Mapping[str, CausalModel | AskedTeacher],
     prompts: Sequence[Prompt],
     sampling: SamplingConfig,
     *,
@@ -142,13 +144,14 @@ def held_out_steps(
 ) -> Generator[None, None, HeldOut]:
     """Exact KL between student and teacher on fresh answers of the student, in short steps with other work between.
 
-    At every response position both KLs are summed over the whole real vocabulary (``len(tokenizer)``), normalised in
+    At every response position both KLs are summed over the whole real vocabulary (``vocabulary_of``), normalised in
     float32; nothing is sampled but the answers, and no KL is clamped. The mean is over all response tokens; its
     interval treats answers as clusters, by the delta method for a ratio of sums: with ``s_i`` the KL summed over
     answer i, ``n_i`` its tokens and ``m = sum s / sum n``,
 
         var(m) = N / (N - 1) * sum_i (s_i - m * n_i)^2 / (sum_i n_i)^2,    half-width 1.96 * sqrt(var(m)).
 
+    teachers     by the names that the prompts give
     temperature  of the divergence; answers are drawn as ``sampling`` says
     batch        answers that are generated, and compared, at once
 
@@ -156,7 +159,7 @@ def held_out_steps(
     """
     if not prompts:
         raise ConfigError("no held-out prompts to evaluate on; give some, or set evaluation.prompts to 0")
-    vocabulary = len(tokenizer)
+    vocabulary = vocabulary_of(tokenizer)
     training = student.training
     try:
         engine = TransformersEngine(
@@ -169,11 +172,7 @@ def held_out_steps(
         )
         rollouts = yield from _answers(engine, prompts, batch)
         head = CausalHead(student, vocabulary)
-        sums_N2 = torch.zeros((len(rollouts), 2), dtype=torch.float64)
-        by_length = sorted(range(len(rollouts)), key=lambda index: len(_tokens(rollouts[index])))
-        for first in range(0, len(rollouts), batch):
-            indices = by_length[first : first + batch]
-            sums_N2[indices] = yield from _summed_kl(head, teacher, [rollouts[n] for n in indices], temperature)
+        sums_N2 = yield from _all_sums(head, teachers, prompts, rollouts, batch, temperature)
     finally:
         student.train(training)
     lengths_N = torch.tensor([len(rollout.response_ids_T) for rollout in rollouts], dtype=torch.float64)
@@ -225,6 +224,26 @@ def _answers(engine: TransformersEngine, prompts: Sequence[Prompt], batch: int) 
     return [done[uid] for uid in order]
 
 
+def _all_sums(
+    student: CausalModel,
+    teachers: Mapping[str, CausalModel | AskedTeacher],
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    batch: int,
+    temperature: float,
+) -> Generator[None, None, Tensor]:
+    """Both KLs of every answer: float64 [N, 2]. Each is with the teacher that its prompt names."""
+    sums_N2 = torch.zeros((len(rollouts), 2), dtype=torch.float64)
+    for name in dict.fromkeys(prompt.teacher for prompt in prompts):
+        own = [index for index, prompt in enumerate(prompts) if prompt.teacher == name]
+        own.sort(key=lambda index: len(_tokens(rollouts[index])))
+        for first in range(0, len(own), batch):
+            indices = own[first : first + batch]
+            answers = [rollouts[index] for index in indices]
+            sums_N2[indices] = yield from _summed_kl(student, teachers[name], answers, temperature)
+    return sums_N2
+
+
 def _tokens(rollout: Rollout) -> list[int]:
     return [*rollout.prompt_ids, *rollout.response_ids_T[:-1].tolist()]
 
@@ -240,9 +259,10 @@ def _summed_kl(
         hidden.append(_states(model, rollouts))
         yield
     per_token = []
-    rows = [model.distributions(states_RH, temperature) for model, states_RH in zip(models, hidden, strict=True)]
+    # The teacher may be on another device, which would go through other numbers of rows at once.
+    size = CPU_ROWS if "cpu" in {states_RH.device.type for states_RH in hidden} else HEAD_ROWS
+    rows = [model.distributions(states_RH, temperature, size) for model, states_RH in zip(models, hidden, strict=True)]
     for ours, theirs in zip(*rows, strict=True):
-        # The teacher may be on another device.
         log_q_RV, q_RV = (each.to(ours.probs_RV.device) for each in (theirs.all(), theirs.probs_RV))
         per_token.append(_both_kl(ours.all(), ours.probs_RV, log_q_RV, q_RV))
         yield

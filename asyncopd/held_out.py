@@ -8,7 +8,7 @@ Which versions are due follows from the configuration and from what is on disk a
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
@@ -26,6 +26,7 @@ from asyncopd.run_folder import RunFolder
 from asyncopd.stage import Stage
 from asyncopd.teachers import device
 from asyncopd.tracking.trackers import RunTracking
+from asyncopd.types import Prompt
 from teacher_cache.causal_scorer import CausalModel
 from teacher_cache.errors import ScoringError
 
@@ -42,9 +43,10 @@ class HeldOutFiles:
     def __init__(self, folder: RunFolder) -> None:
         self._run_dir = folder.path
         self._config = folder.config()
-        self._prompts = len(read_prompts(folder.held_out_path))
+        prompts = read_prompts(folder.held_out_path)
+        self._prompts = len(prompts)
         self._refused = folder.path / "evaluations" / "refused.txt"
-        self._none_because = _none_because(folder, self._prompts)
+        self._none_because = _none_because(folder, prompts)
 
     @property
     def none_because(self) -> str | None:
@@ -90,14 +92,14 @@ class HeldOutFiles:
 class HeldOutWorker:
     """Evaluates published versions in slices of ``SLICE_S``, in the scoring stage's process and thread.
 
-    teacher     gives the teacher; asked once something is due
+    teacher     gives a teacher by its name; asked once something is due
     """
 
     stage: Stage
     folder: RunFolder
     files: HeldOutFiles
     weights: WeightPublisher
-    teacher: Callable[[], CausalModel | AskedTeacher]
+    teacher: Callable[[str], CausalModel | AskedTeacher]
     _steps: Generator[None, None, HeldOut] | None = None
     _version: int = -1
 
@@ -119,9 +121,11 @@ class HeldOutWorker:
         if self._steps is None:
             self._steps = self._begin()
         try:
-            while time.monotonic() < until:
-                self.stage.beat()
-                next(self._steps)
+            # A teacher that compiles may do so here first.
+            with self.stage.loading() if self.folder.config().teacher.compile else nullcontext():
+                while time.monotonic() < until:
+                    self.stage.beat()
+                    next(self._steps)
         except StopIteration as end:
             self._steps = None
             self.files.write(self._version, end.value)
@@ -135,17 +139,18 @@ class HeldOutWorker:
 
     def _begin(self) -> Generator[None, None, HeldOut]:
         config, ids = self.folder.config(), self.folder.token_ids()
+        prompts = read_prompts(self.folder.held_out_path)
         with self.stage.loading():
             student = AutoModelForCausalLM.from_pretrained(config.student, dtype=DTYPES[config.rollout.dtype])
             load_weights_into(student, self.weights.directory(self._version))
             student.to(device())
-            teacher = self.teacher()
+            teachers = {name: self.teacher(name) for name in dict.fromkeys(prompt.teacher for prompt in prompts)}
         longest = config.evaluation.max_new_tokens
         sampling = config.rollout.sampling
         return held_out_steps(
             student,
-            teacher,
-            read_prompts(self.folder.held_out_path),
+            teachers,
+            prompts,
             sampling if longest is None else replace(sampling, max_new_tokens=longest),
             tokenizer=AutoTokenizer.from_pretrained(config.student),
             eos_token_ids=ids.eos_ids,
@@ -188,18 +193,19 @@ def _every_core() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _none_because(folder: RunFolder, prompts: int) -> str | None:
+def _none_because(folder: RunFolder, prompts: Sequence[Prompt]) -> str | None:
     config = folder.config()
     teacher = config.teacher
-    if not prompts or teacher.weights_are_here:
+    asked = [prompt.teacher for prompt in prompts if teacher.weights_of(prompt.teacher) is None]
+    if not asked:
         return None
-    if not teacher.urls or teacher.scorer in ("openai", "scripted"):
+    if teacher.scorer in ("openai", "scripted"):
         return (
-            f"teacher.scorer {teacher.scorer} gives no whole distributions, and the teacher's weights are not here; "
-            "set teacher.model to their folder"
+            f"teacher.scorer {teacher.scorer} gives no whole distributions, and the weights of the teacher "
+            f"{asked[0]!r} are not here; set teacher.model, or the named teacher, to their folder"
         )
     longest = config.evaluation.max_new_tokens or config.rollout.sampling.max_new_tokens
-    asked_gb = prompts * longest * folder.token_ids().vocabulary * _BYTES / 1e9
+    asked_gb = len(asked) * longest * folder.token_ids().vocabulary * _BYTES / 1e9
     if asked_gb > MOST_ASKED_GB:
         return (
             f"an evaluation would ask up to {asked_gb:.1f} GB of distributions of the teacher's services, more than "

@@ -16,6 +16,7 @@ from asyncopd.prompts import PromptSet, load_prompts
 from asyncopd.proposal import check_proposal
 from asyncopd.publishing import check_publishing
 from asyncopd.rollout.mixed_engine import TeacherFraction, check_fraction
+from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.vllm_config import check_placement, check_servers
 from asyncopd.run_folder import RunFolder, TokenIds
 from asyncopd.scoring import DEFAULT
@@ -50,7 +51,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     _check_processes(config)
     check_loadable(config)
     student = outline(config.student, "student")
-    teacher_path = config.teacher.model if config.teacher.weights_are_here else config.student
+    teacher_path = config.teacher.weights_of(DEFAULT) or config.student
     teacher = outline(teacher_path, "teacher")
     tokenizer = AutoTokenizer.from_pretrained(config.student)
     generation = generation_config(config.student, student)
@@ -60,9 +61,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     sampling = rollout.sampling
     config.objective.validate_with_sampling(
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
+        truncated=sampling.truncated,
         vocabulary=shared.size,
     )
     objective = build_objective(config.objective)
@@ -72,6 +71,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
     if config.teacher.scorer == "vllm":
         teacher_context = config.teacher.vllm.context_of(teacher_context)
     contexts = [_context(student), teacher_context, *_other_teachers(config, tokenizer)]
+    evaluation_context = min(contexts)
     if rollout.engine in ("vllm", "vllm_server") and rollout.vllm.max_context:
         contexts.append(rollout.vllm.max_context)
     context = min(contexts) - sampling.max_new_tokens
@@ -82,7 +82,7 @@ def preflight(config: RunConfig, inputs: Inputs) -> Preflight:
         )
     prompts = load_prompts(config.data, tokenizer, context, inputs.train, inputs.held_out)
     _require_teachers(config, prompts)
-    _check_evaluation(config.evaluation, prompts, min(_context(student), teacher_context))
+    _check_evaluation(config.evaluation, prompts, sampling, evaluation_context)
     pad = tokenizer.pad_token_id
     ids = TokenIds(
         vocabulary=shared.size,
@@ -110,13 +110,18 @@ def _check_processes(config: RunConfig) -> None:
     check_devices(worker_specs(config), learner_devices())
 
 
-def _check_evaluation(evaluation: EvaluationConfig, prompts: PromptSet, context: int) -> None:
-    """ConfigError where an answer to a held-out prompt may outgrow the context of student or teacher."""
+def _check_evaluation(evaluation: EvaluationConfig, prompts: PromptSet, sampling: SamplingConfig, context: int) -> None:
+    """ConfigError where an answer to a held-out prompt may outgrow the context of student or a teacher."""
     longest = max((len(prompt.token_ids) for prompt in prompts.held_out[: evaluation.prompts]), default=0)
+    if evaluation.max_new_tokens is not None and evaluation.max_new_tokens < sampling.min_new_tokens:
+        raise ConfigError(
+            f"evaluation.max_new_tokens is {evaluation.max_new_tokens}; expected at least the "
+            f"{sampling.min_new_tokens} of rollout.sampling.min_new_tokens"
+        )
     if longest + (evaluation.max_new_tokens or 0) > context:
         raise ConfigError(
             f"evaluation.max_new_tokens is {evaluation.max_new_tokens}; expected at most {context - longest}, what the "
-            f"longest held-out prompt leaves of the shorter context of student and teacher ({context} tokens)"
+            f"longest held-out prompt leaves of the shortest context of student and teachers ({context} tokens)"
         )
 
 
@@ -125,7 +130,7 @@ def _check_teacher_fraction(config: RunConfig, objective: Objective) -> None:
         TeacherFraction.parse(config.rollout.teacher_fraction),
         objective,
         teachers=len(config.teacher.sources),
-        loadable=config.teacher.weights_are_here,
+        loadable=config.teacher.weights_of(DEFAULT) is not None,
     )
 
 
@@ -146,10 +151,12 @@ def _other_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
 def _require_teachers(config: RunConfig, prompts: PromptSet) -> None:
     """ConfigError where a prompt names a teacher that there is not."""
     known = config.teacher.sources
-    for prompt in prompts.prompts:
+    held_out = prompts.held_out[: config.evaluation.prompts]
+    for prompt in (*prompts.prompts, *held_out):
         if prompt.teacher not in known:
+            kind = "held-out prompt" if prompt in held_out else "prompt"
             raise ConfigError(
-                f"prompt {prompt.index} names the teacher {prompt.teacher!r}; there are {sorted(known)}: add it to "
+                f"{kind} {prompt.index} names the teacher {prompt.teacher!r}; there are {sorted(known)}: add it to "
                 f"teacher.named, as {prompt.teacher}=models/{prompt.teacher}"
             )
 

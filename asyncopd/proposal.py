@@ -36,7 +36,7 @@ class ProposalPass:
     version       policy version of the weights that ``model`` holds; -1 where they are of no version
 
     A draw depends on (run seed, uid, position) and the weights only, so the version that generated an answer draws
-    the very candidates here that a rollout engine draws.
+    the very candidates here that a rollout engine draws, unless the design reuses the sampled token there.
     """
 
     def __init__(

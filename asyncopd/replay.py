@@ -148,9 +148,7 @@ def _checks(recorded: Recorded, config: RunConfig) -> Preflight:
     sampling = config.rollout.sampling
     config.objective.validate_with_sampling(
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
+        truncated=sampling.truncated,
         vocabulary=recorded.ids.vocabulary,
     )
     return Preflight(

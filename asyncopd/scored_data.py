@@ -51,7 +51,7 @@ class Offline:
     seed: int = 0
     """Seeds the order of the answers."""
     steps: int = 0
-    """Optimizer steps; 0: once through the data."""
+    """Optimizer steps; 0: once through the data, as far as whole batches go."""
     batch_size: int = 32
     """Answers of an optimizer step."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

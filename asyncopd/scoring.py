@@ -1,15 +1,18 @@
 """The teacher stage: leases finished answers, has them scored, hands the records to the queue."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from torch import Tensor
 
 from asyncopd.errors import ConfigError, LedgerError, StaleLeaseError
 from asyncopd.learner.batching import plan_micro_batches
 from asyncopd.objectives import valid_positions
 from asyncopd.proposal import ProposalPass
-from asyncopd.publish import WeightPublisher
+from asyncopd.publish import WeightSource
 from asyncopd.queue.ledger import Lease, LeasedSample
 from asyncopd.queue.payloads import PayloadRef, read_rollout, write_records
 from asyncopd.stage import Stage
@@ -58,7 +61,8 @@ class TeacherConfig:
     """CPU threads; 0 shares the cores with the other stages."""
     urls: tuple[str, ...] = ()
     """Teacher services to ask instead of loading ``model`` here, such as http://127.0.0.1:8471; several are replicas of
-    one teacher. A token comes from TEACHER_CACHE_TOKEN. Held-out figures still need ``model``."""
+    one teacher. A token comes from TEACHER_CACHE_TOKEN. Held-out figures take the weights in ``model`` where they are
+    there, and ask the services for whole distributions where not."""
     named: tuple[str, ...] = ()
     """Further teachers for the prompts that name one (data.teacher_column): ``math=models/math``, or
     ``math=http://127.0.0.1:8472`` (replicas separated by commas)."""
@@ -145,10 +149,12 @@ class TeacherConfig:
             found[name] = tuple(source.split(",")) if "://" in source else Path(source)
         return found
 
-    @property
-    def weights_are_here(self) -> bool:
-        """Whether ``model`` can be loaded in this process."""
-        return self.scorer != "scripted" and (not self.urls or (self.model / "config.json").is_file())
+    def weights_of(self, name: str) -> Path | None:
+        """The folder of a teacher's weights; None where only services have them."""
+        source = self.model if name == DEFAULT else self.sources[name]
+        if self.scorer == "scripted" or isinstance(source, tuple):
+            return None
+        return source if name != DEFAULT or not self.urls or (source / "config.json").is_file() else None
 
 
 class BetweenLeases(Protocol):
@@ -156,6 +162,15 @@ class BetweenLeases(Protocol):
 
     def work(self) -> bool:
         """Do a slice; False where there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A leased sample, what the teacher is asked about it, and its behaviour logprobs."""
+
+    sample: LeasedSample
+    request: ScoreRequest
+    log_b_T: Tensor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,14 +183,15 @@ class ScoringWorker:
     origins         the candidate sets that the objective reads
     held_out        what is done between leases
     cache           what the score cache has done, if there is one
-    weights         published student versions, for the proposal pass
+    weights         brings published student versions to ``proposal``
     proposal        draws the student's candidates here; None where the rollout did
     teachers        the teacher's name by prompt, where it is not "default"
+    compiles        whether a forward may first compile, which takes as long as loading weights may
     """
 
     stage: Stage
     scorer: Scorer
-    weights: WeightPublisher
+    weights: WeightSource | None
     proposal: ProposalPass | None
     samples: int
     batch_tokens: int
@@ -184,6 +200,7 @@ class ScoringWorker:
     held_out: BetweenLeases
     cache: CacheCounts | None = None
     teachers: Mapping[int, str] = field(default_factory=dict)
+    compiles: bool = False
 
     def run(self) -> None:
         """Score and, between leases, evaluate, until the run is over and evaluated, or told to stop."""
@@ -203,37 +220,39 @@ class ScoringWorker:
 
     def _score(self, lease: Lease) -> None:
         """Score a lease in batches; a sample that cannot be read or scored is quarantined, the others go on."""
-        pairs = []
+        asked = []
         for sample in lease.samples:
             try:
-                pairs.append((sample, self._request(sample)))
+                asked.append(self._asked(sample))
             except LedgerError as error:
                 self._drop(lease, sample, "unreadable", str(error))
-        if self.proposal is not None:
-            self._take_weights(self.proposal, lease)
-        lengths = [len(request.prompt_ids) + len(request.response_ids_T) for _, request in pairs]
-        with self.stage.tracer.span("score", samples=len(pairs)) as span:
+        if self.proposal is not None and self.weights is not None:
+            self._take_weights(self.proposal, self.weights, lease)
+        lengths = [len(each.request.prompt_ids) + len(each.request.response_ids_T) for each in asked]
+        with self.stage.tracer.span("score", samples=len(asked)) as span:
             # The plan depends on the lease alone, so that in the pinned modes a group is scored the same way again.
             for batch in plan_micro_batches(lengths, self.batch_tokens):
                 if not self._extend(lease):
                     return
-                requests = [pairs[index][1] for index in batch]
+                requests = [asked[index].request for index in batch]
                 if self.proposal is not None:
                     requests = self.proposal.draw(requests)
                 before = asdict(self.cache) if self.cache is not None else {}
-                self._put(lease, [pairs[index][0] for index in batch], self.scorer.score(requests))
+                with self.stage.loading() if self.compiles else nullcontext():
+                    results = self.scorer.score(requests)
+                self._put(lease, [asked[index] for index in batch], results)
                 span.add(tokens=sum(len(request.response_ids_T) for request in requests))
                 if self.cache is not None:
                     # Counted in spans, which the learner's process reads: a worker has no other way to its metrics.
                     span.add(**{f"{CACHE}/{name}": n - before[name] for name, n in asdict(self.cache).items()})
 
-    def _take_weights(self, proposal: ProposalPass, lease: Lease) -> None:
+    def _take_weights(self, proposal: ProposalPass, weights: WeightSource, lease: Lease) -> None:
         """The newest published student proposes; in the pinned modes the one that generated the group."""
         exact = lease.samples[0].exact_version
         version = self.stage.ledger.published_version if exact is None else exact
         if version != proposal.version:
             with self.stage.tracer.span("load_weights", version=version), self.stage.loading():
-                proposal.load_weights(self.weights.directory(version), version)
+                weights.move_to(version)
 
     def _extend(self, lease: Lease) -> bool:
         """Between two batches: say that there was progress. False once another worker has the lease."""
@@ -243,11 +262,11 @@ class ScoringWorker:
         self.stage.log.warning("lease %d ended while it was scored; what is left of it goes to another", lease.token)
         return False
 
-    def _request(self, sample: LeasedSample) -> ScoreRequest:
+    def _asked(self, sample: LeasedSample) -> _Asked:
         if sample.rollout is None:
             raise LedgerError(f"sample {sample.uid} was leased for scoring without a rollout")
         rollout = read_rollout(self.stage.run_dir, sample.rollout, sample.uid)
-        return ScoreRequest(
+        request = ScoreRequest(
             uid=rollout.uid,
             prompt_ids=rollout.prompt_ids,
             response_ids_T=rollout.response_ids_T,
@@ -256,25 +275,27 @@ class ScoringWorker:
             run_seed=self.stage.seed,
             teacher=self.teachers.get(sample.prompt_index, DEFAULT),
         )
+        return _Asked(sample, request, rollout.log_b_T)
 
-    def _put(
-        self, lease: Lease, samples: Sequence[LeasedSample], results: Sequence[TeacherRecord | ScoringError]
-    ) -> None:
-        scored = {}
-        for sample, result in zip(samples, results, strict=True):
+    def _put(self, lease: Lease, asked: Sequence[_Asked], results: Sequence[TeacherRecord | ScoringError]) -> None:
+        scored, valid, disagreement = {}, {}, {}
+        for each, result in zip(asked, results, strict=True):
+            uid = each.sample.uid
             if isinstance(result, ScoringError):
-                self._drop(lease, sample, "unscorable", str(result))
-            else:
-                scored[sample.uid] = result
-        valid = {uid: int(valid_positions(record, self.origins).sum()) for uid, record in scored.items()}
+                self._drop(lease, each.sample, "unscorable", str(result))
+                continue
+            scored[uid] = result
+            valid[uid] = int(valid_positions(result, self.origins).sum())
+            # An estimate of the reverse KL, behaviour policy to teacher, a token.
+            disagreement[uid] = float((each.log_b_T - result.log_q_T).mean())
         for pack in write_records(self.stage.run_dir, scored):
             with self.stage.ledger.together():
                 for uid, payload in pack.items():
-                    self._put_one(lease, uid, payload, valid[uid])
+                    self._put_one(lease, uid, payload, valid[uid], disagreement[uid])
 
-    def _put_one(self, lease: Lease, uid: str, payload: PayloadRef, valid: int) -> None:
+    def _put_one(self, lease: Lease, uid: str, payload: PayloadRef, valid: int, disagreement: float) -> None:
         try:
-            self.stage.ledger.put_record(lease.token, uid, payload, valid)
+            self.stage.ledger.put_record(lease.token, uid, payload, valid, disagreement)
         except StaleLeaseError:
             self.stage.log.warning("the lease on %s ended while it was scored; another worker has it", uid)
 

@@ -55,7 +55,7 @@ class Sft:
     seed: int = 0
     """Seeds the order of the answers."""
     steps: int = 0
-    """Optimizer steps; 0: once through the data."""
+    """Optimizer steps; 0: once through the data, as far as whole batches go."""
     batch_size: int = 32
     """Answers of an optimizer step."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -114,6 +114,11 @@ def read_answers(
     found = load_prompts(data, tokenizer, context, rows)
     skipped = {row.row for row in found.skipped}
     kept = [place for place in range(len(rows)) if place not in skipped]
+    if not ids.eos_ids:
+        raise DataError(
+            f"neither tokenizer nor generation config of {options.student} states an EOS, which is to end the answers; "
+            "set tokenizer.eos_token and save the tokenizer"
+        )
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ids.eos_ids else ids.eos_ids[0]
     answers = []
     for place, prompt in zip(kept, found.prompts, strict=True):

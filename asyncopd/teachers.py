@@ -13,6 +13,7 @@ from asyncopd.evaluation import AskedTeacher
 from asyncopd.objectives import build_objective
 from asyncopd.run_folder import TokenIds
 from asyncopd.scoring import DEFAULT
+from asyncopd.stage import Stage
 from teacher_cache.cached_scorer import CacheCounts, CachedScorer
 from teacher_cache.causal_scorer import CausalModel, CausalScorer
 from teacher_cache.client import ClientConfig, TeacherClient
@@ -31,31 +32,34 @@ _HANDSHAKE_S = 60.0
 """Seconds that a service has to answer before a run starts."""
 
 
-def build_scorer(config: RunConfig, ids: TokenIds, beat: Callable[[], None], counts: CacheCounts) -> Scorer:
+def build_scorer(config: RunConfig, ids: TokenIds, stage: Stage, counts: CacheCounts) -> Scorer:
     """The scorer that the configuration names; with a warm cache no teacher is ever loaded.
 
-    beat     called while a service is waited for, which is not a hang
+    stage    is told while a service is waited for, or a teacher loaded at the first miss, which is not a hang
     counts   where the cache counts, if there is one
     """
     teacher = config.teacher
     size = round(teacher.cache_gb * _GIGABYTE) or None
     cache = None if teacher.cache is None else (RecordStore(teacher.cache, max_bytes=size), counts)
-    teachers = {name: _build(config, ids, name, source, cache, beat) for name, source in teacher.sources.items()}
+    # What is loaded here comes first: a worker that has waited for a service counts as ready, and may not load long.
+    here_first = sorted(teacher.sources.items(), key=lambda item: isinstance(item[1], tuple))
+    teachers = {name: _build(config, ids, name, source, cache, stage) for name, source in here_first}
     return RoutedScorer(teachers) if len(teachers) > 1 else teachers[DEFAULT]
 
 
-def compared_teacher(config: RunConfig, ids: TokenIds, scorer: Scorer) -> CausalModel | AskedTeacher:
-    """The teacher "default" as held-out figures need it: what ``scorer`` runs; where it asks services a copy of theirs
-    in this process, or without its weights here the services themselves, past the cache.
+def compared_teacher(config: RunConfig, ids: TokenIds, scorer: Scorer, name: str) -> CausalModel | AskedTeacher:
+    """A teacher as held-out figures need it: what ``scorer`` runs; where it asks services a copy of theirs in this
+    process, or without its weights here the services themselves, past the cache.
     """
     if isinstance(scorer, RoutedScorer):
-        scorer = scorer.teachers[DEFAULT]
+        scorer = scorer.teachers[name]
     if isinstance(scorer, CachedScorer):
         scorer = scorer.behind()
-    if isinstance(scorer, TeacherClient) and not config.teacher.weights_are_here:
-        return AskedTeacher(scorer=scorer)
     if not isinstance(scorer, CausalScorer):
-        scorer = _local(config, config.teacher.model).load(ids.vocabulary)
+        folder = config.teacher.weights_of(name)
+        if folder is None:
+            return AskedTeacher(scorer=scorer)
+        scorer = _local(config, folder).load(ids.vocabulary)
     return scorer.model
 
 
@@ -99,17 +103,21 @@ def _build(
     name: str,
     source: Path | tuple[str, ...],
     cache: tuple[RecordStore, CacheCounts] | None,
-    beat: Callable[[], None],
+    stage: Stage,
 ) -> Scorer:
     if isinstance(source, tuple) and config.teacher.scorer == "openai":
-        return _prompt_logprobs(config, source, name, config.teacher.deadline_s, beat)
+        return _prompt_logprobs(config, source, name, config.teacher.deadline_s, stage.beat)
     if isinstance(source, tuple):
-        client = _client(config, source, name, config.teacher.deadline_s, beat)
+        client = _client(config, source, name, config.teacher.deadline_s, stage.beat)
         return client if cache is None else _cached(config, name, cache, client.identity, lambda: client)
     if cache is None:
         return SCORERS[config.teacher.scorer](config, ids, name, source)
-    identity = _local(config, source).identity()
-    return _cached(config, name, cache, identity, lambda: SCORERS[config.teacher.scorer](config, ids, name, source))
+
+    def load() -> Scorer:
+        with stage.loading():
+            return SCORERS[config.teacher.scorer](config, ids, name, source)
+
+    return _cached(config, name, cache, _local(config, source).identity(), load)
 
 
 def _cached(

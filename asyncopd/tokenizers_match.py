@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from asyncopd.errors import DataError
+from teacher_cache.identity import vocabulary_of
 
 LOG = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def check_tokenizers(
             "student and teacher have different chat templates%s; the student's is used for both",
             "" if student.chat_template and teacher.chat_template else " (one has none)",
         )
-    return SharedVocabulary(size=max(of_student) + 1, eos_ids=eos_ids(student, generation))
+    return SharedVocabulary(size=vocabulary_of(student), eos_ids=eos_ids(student, generation))
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None = None) -> tuple[int, ...]:

@@ -85,14 +85,15 @@ def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Rollo
 
 def _weight_source(config: RunConfig, stage: Stage, engine: RolloutEngine) -> WeightSource:
     store = WeightStore(stage.run_dir)
+    newest = None if config.lag is not None else lambda: stage.ledger.published_version
     if config.publish.backend == "file":
-        return FileSource(store, engine)
+        return FileSource(store, engine, newest)
     return TransferSource(
         stage.run_dir,
         store,
         # The preflight lets only engines come here that can.
         cast(ReceivesWeights, engine),
-        newest=None if config.lag is not None else lambda: stage.ledger.published_version,
+        newest=newest,
         deadline_s=config.publish.deadline_s,
         beat=stage.beat,
     )
@@ -122,12 +123,14 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     draw = objective.draws.get("teacher")
     cache = CacheCounts()
     ids = folder.token_ids()
-    scorer = build_scorer(config, ids, stage.beat, cache)
+    scorer = build_scorer(config, ids, stage, cache)
+    proposal = _proposal_pass(config, ids) if config.teacher.proposal == "pass" else None
+    newest = None if config.lag is not None else lambda: stage.ledger.published_version
     return ScoringWorker(
         stage=stage,
         scorer=scorer,
-        weights=WeightStore(folder.path),
-        proposal=_proposal_pass(config, ids) if config.teacher.proposal == "pass" else None,
+        weights=None if proposal is None else FileSource(WeightStore(folder.path), proposal, newest),
+        proposal=proposal,
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,
         teacher_draw=None if draw is None else draw.spec,
@@ -137,12 +140,13 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
             folder=folder,
             files=HeldOutFiles(folder),
             weights=WeightStore(folder.path),
-            teacher=lambda: compared_teacher(config, ids, scorer),
+            teacher=lambda name: compared_teacher(config, ids, scorer, name),
         ),
         cache=cache if config.teacher.cache is not None else None,
         teachers={prompt.index: prompt.teacher for prompt in read_prompts(folder.prompts_path)}
         if config.teacher.named
         else {},
+        compiles=config.teacher.compile,
     )
 
 

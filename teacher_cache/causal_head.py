@@ -46,7 +46,8 @@ class LogitHead:
         self.vocabulary = vocabulary
         if not 0 < vocabulary <= text.vocab_size:
             raise ScoringError(
-                f"vocabulary is {vocabulary}; the model's head has {text.vocab_size} rows: give len(tokenizer)"
+                f"vocabulary is {vocabulary}; the model's head has {text.vocab_size} rows: "
+                "give vocabulary_of(tokenizer)"
             )
 
     @torch.no_grad()
@@ -59,13 +60,13 @@ class LogitHead:
             logits_RV = torch.tanh(logits_RV / self._softcap) * self._softcap
         return logits_RV
 
-    def distributions(self, hidden_RH: Tensor, temperature: float) -> Iterator[LogitRows]:
-        """Distributions at the rows in order, a few rows at a time."""
+    def distributions(self, hidden_RH: Tensor, temperature: float, rows: int | None = None) -> Iterator[LogitRows]:
+        """Distributions at the rows in order, ``rows`` at a time; None: as many as suit the device."""
         for first in range(0, len(hidden_RH), HEAD_ROWS):
             logits_RV = self.logits(hidden_RH[first : first + HEAD_ROWS])
-            rows = CPU_ROWS if logits_RV.device.type == "cpu" else HEAD_ROWS
-            for offset in range(0, len(logits_RV), rows):
-                yield normalised(logits_RV[offset : offset + rows], temperature, first=first + offset)
+            size = rows or (CPU_ROWS if logits_RV.device.type == "cpu" else HEAD_ROWS)
+            for offset in range(0, len(logits_RV), size):
+                yield normalised(logits_RV[offset : offset + size], temperature, first=first + offset)
 
 
 class CausalHead(LogitHead):

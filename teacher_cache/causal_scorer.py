@@ -32,8 +32,8 @@ class CausalModel(Protocol):
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Iterable[Tensor]:
         """Final hidden states [at least L, H] of each token sequence, in order; what follows the L is padding."""
 
-    def distributions(self, hidden_RH: Tensor, temperature: float) -> Iterator[LogitRows]:
-        """Distributions at the rows in order, a few rows at a time."""
+    def distributions(self, hidden_RH: Tensor, temperature: float, rows: int | None = None) -> Iterator[LogitRows]:
+        """Distributions at the rows in order, ``rows`` at a time; None: as many as suit the device."""
 
 
 class RowReader(Protocol):

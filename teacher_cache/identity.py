@@ -121,7 +121,12 @@ def identify_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TokenizerIdentity:
     for index, token in pairs:
         digest.update(f"{index}\0{token}\0".encode("utf-8", "surrogatepass"))
     special = sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return TokenizerIdentity(digest=digest.hexdigest(), vocabulary=pairs[-1][0] + 1, special_ids=tuple(special))
+    return TokenizerIdentity(digest=digest.hexdigest(), vocabulary=vocabulary_of(tokenizer), special_ids=tuple(special))
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Real token ids: one more than the largest. ``len(tokenizer)`` is less where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def identify_checkpoint(path: Path, *, temperature: float, dtype: str) -> TeacherIdentity:

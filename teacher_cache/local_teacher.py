@@ -68,6 +68,8 @@ class LocalTeacherConfig:
         parts = [self.dtype, self.quantization, self.where.partition(":")[0], "compiled" if self.compile else ""]
         if self.backend == "vllm":
             parts.append(f"vllm-tp{self.vllm.tensor_parallel}")
+            # On a CPU it is eager always.
+            parts.append("eager" if self.vllm.eager and self.where != "cpu" else "")
         numerics = "+".join(part for part in parts if part)
         identity = identify_checkpoint(self.model, temperature=self.temperature, dtype=numerics)
         if self.backend == "vllm":

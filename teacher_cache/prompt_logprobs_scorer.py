@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from teacher_cache.client import ClientConfig
 from teacher_cache.designs import SupportDesign, parse_design
 from teacher_cache.errors import HandshakeError, ScoringError, ServiceError
-from teacher_cache.identity import Expectation
+from teacher_cache.identity import Expectation, vocabulary_of
 from teacher_cache.record import CandidateSet, TeacherRecord
 from teacher_cache.record_builder import refusal
 from teacher_cache.replicas import Replica, Replicas
@@ -86,7 +86,7 @@ class PromptLogprobsScorer:
             )
         self._config = config or ClientConfig()
         self._design = parse_design(expected.draw) if expected.draw else None
-        self._vocabulary = len(tokenizer)
+        self._vocabulary = vocabulary_of(tokenizer)
         self._probe_ids: list[int] = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         self._while_waiting = while_waiting
         self._replicas = Replicas([Replica(url.rstrip("/")) for url in urls])

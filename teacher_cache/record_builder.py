@@ -139,6 +139,10 @@ def _thinned(request: ScoreRequest, scored: CandidateSet) -> CandidateSet:
     design = parse_design(scored.design)
     if not isinstance(design, ThinningDesign) or scored.log_g_TC is None or scored.log_q_TC is None:
         return scored
+    if not len(scored.ids_TC):
+        # An empty answer has nothing to thin.
+        none = {name: getattr(scored, name)[:, : design.budget] for name in ("ids_TC", "log_w_TC", "log_q_TC")}
+        return replace(scored, log_g_TC=None, **none)
     kept, log_q_TK = design.thin(
         ids_TC=scored.ids_TC,
         log_w_TC=scored.log_w_TC,

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncopd.errors import ConfigError
@@ -12,6 +14,7 @@ from asyncopd.evaluation import EvaluationConfig, HeldOut, held_out_kl, ratio_es
 from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.students import drop_layers
 from asyncopd.types import Prompt
+from teacher_cache.identity import vocabulary_of
 from tests.conftest import EOS, VOCABULARY, make_tiny_llama
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
@@ -144,3 +147,18 @@ def test_no_prompts_is_an_error_with_a_remedy(tiny_llama_dir: Path, tiny_tokeniz
 def test_a_wrong_setting_is_named(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=rf"evaluation\.{next(iter(settings))} is"):
         EvaluationConfig(**settings)
+
+
+def test_ids_that_no_token_has_do_not_shorten_the_vocabulary(
+    tiny_llama_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """``len(tokenizer)`` counts the tokens, and EOS is the last of the ids."""
+    words = {f"t{index}": index for index in range(VOCABULARY) if index not in (7, 9)}
+    gaps = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0")))
+    assert (len(gaps), vocabulary_of(gaps)) == (VOCABULARY - 2, VOCABULARY)
+    student = drop_layers(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), [1])
+    found, expected = (
+        held_out_kl(student, tiny_llama_dir, prompts(tiny_tokenizer), SAMPLING, tokenizer=each, eos_token_ids=(EOS,))
+        for each in (gaps, tiny_tokenizer)
+    )
+    assert (found.reverse_kl, found.mean_length) == (expected.reverse_kl, expected.mean_length)

@@ -98,7 +98,7 @@ def test_weights_are_kept_until_they_are_evaluated_and_no_longer(
     config = tiny_config(tmp_path, *models, mode="async", evaluation=EvaluationConfig(prompts=2, every=2), steps=8)
     result = run(config, callbacks=Callbacks(on_evaluation=lambda version, _: told.append(version)))
     assert told == [0, 2, 4, 6, 8]
-    # Pruned at the checkpoints, every second step; those between the evaluated ones are gone.
+    # Those between the evaluated ones are gone.
     assert not {1, 3, 5} & {int(path.name[1:]) for path in (result.path / "weights").glob("v*")}
 
 

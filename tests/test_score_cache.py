@@ -1,7 +1,8 @@
 """Whole runs over a score cache."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from asyncopd.errors import ConfigError
 from asyncopd.interface import RunResult
 from asyncopd.objectives import ObjectiveConfig
 from asyncopd.scoring import TeacherConfig
+from asyncopd.stage import Stage
 from asyncopd.tracking.metrics import read_metrics
 from teacher_cache.errors import ScoringError
 from teacher_cache.record import TeacherRecord
@@ -101,3 +103,29 @@ def test_a_cache_that_cannot_work_is_refused() -> None:
         TeacherConfig(cache_precision="fp8")
     with pytest.raises(ConfigError, match="cache_gb"):
         TeacherConfig(cache_gb=-1)
+
+
+def test_a_teacher_that_loads_at_the_first_miss_says_that_it_is_loading(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be killed as a hang, again and again, where a load takes longer than ``queue.lease_s``."""
+    loading: list[str] = []
+    seen: list[list[str]] = []
+    make = TransformersScorer.__init__
+
+    @contextmanager
+    def told(self: Stage) -> Iterator[None]:
+        loading.append(self.name)
+        yield
+        loading.pop()
+
+    def noting(self: TransformersScorer, *arguments: object, **options: object) -> None:
+        seen.append(list(loading))
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(Stage, "loading", told)
+    monkeypatch.setattr(TransformersScorer, "__init__", noting)
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = with_cache(tiny_config(tmp_path, *models), tmp_path / "cache")
+    pipeline.run(replace(config, evaluation=replace(config.evaluation, prompts=0)))
+    assert seen == [["scorer-0"]]

@@ -122,3 +122,10 @@ def test_one_of_several_processes_is_refused(tmp_path: Path, student: Path, monk
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2; .* start it without a launcher"):
         sft(options(tmp_path, student))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_student_without_an_eos_is_refused_because_its_answers_would_have_no_end(
+    tmp_path: Path, student: Path
+) -> None:
+    with pytest.raises(DataError, match="states an EOS"):
+        read_answers(options(tmp_path, student), AutoTokenizer.from_pretrained(student), replace(IDS, eos_ids=()))

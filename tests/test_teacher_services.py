@@ -233,3 +233,19 @@ def test_a_run_that_wants_vllm_where_there_is_none_is_told_how_to_install_it(
     with pytest.raises(ConfigError, match=r"teacher 'default': .*not installed: pip install 'asyncopd\[vllm\]'"):
         pipeline.run(with_teacher(tiny_config(tmp_path, *models), scorer="vllm"))
     assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_a_held_out_answer_is_compared_with_the_teacher_that_its_prompt_names(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the student itself, from which it is no nats away before the first step."""
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    config = with_teacher(tiny_config(tmp_path, *models), named=(f"other={models[1]}",))
+    rows = [
+        {"messages": [{"role": "user", "content": question}], "teacher": "other" if place >= 24 else "default"}
+        for place, question in enumerate(QUESTIONS)
+    ]
+    Path(str(config.data.prompts)).write_text("\n".join(map(json.dumps, rows)))
+    result = pipeline.run(replace(config, data=replace(config.data, teacher_column="teacher")))
+    assert result.before is not None
+    assert result.before.reverse_kl.mean == pytest.approx(0, abs=1e-5)

@@ -56,12 +56,9 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         check(self)
 
-    def validate_with_sampling(
-        self, *, temperature: float, top_p: float, top_k: int | None, min_p: float, vocabulary: int
-    ) -> None:
+    def validate_with_sampling(self, *, temperature: float, truncated: bool, vocabulary: int) -> None:
         """ConfigError where the objective does not fit the way in which tokens are sampled, or the vocabulary's size.
 
-        ``top_p`` 1, ``top_k`` 0 (or None, or -1) and ``min_p`` 0 mean no truncation.
+        truncated    whether some tokens cannot be drawn, as ``SamplingConfig.truncated`` says
         """
-        truncated = top_p < 1.0 or top_k not in (None, 0, -1) or min_p > 0.0
         check_sampling(self, temperature=temperature, truncated=truncated, vocabulary=vocabulary)

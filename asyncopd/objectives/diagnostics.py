@@ -11,6 +11,7 @@ from teacher_cache.record import Origin
 
 METRICS = {
     "divergence": "estimated divergence of the token, nats (total variation: probability), without centring",
+    # These two read the sampled token as a draw from the student's softmax at the objective's temperature.
     "k1": "log p - log q of the sampled token, nats: a one-sample reverse KL where the token is fresh",
     "log_ratio": "log p - log b of the sampled token, nats: how far the policy moved since",
     "ess": "effective sample size of the weights, candidates",

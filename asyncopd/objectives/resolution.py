@@ -1,8 +1,11 @@
 """From plain fields to the objective they name, and what they may not say."""
 
+import math
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, get_args
+
+import torch
 
 from asyncopd.errors import ConfigError
 from asyncopd.objectives.divergences import DIVERGENCES, Divergence, Mixed
@@ -12,6 +15,7 @@ from asyncopd.objectives.sparse import SparseDivergence
 from asyncopd.objectives.traps import TRAPS
 from teacher_cache.designs import SupportDesign, parse_design
 from teacher_cache.errors import DesignError
+from teacher_cache.noise import noise_for
 
 if TYPE_CHECKING:
     from asyncopd.objectives.config import ObjectiveConfig
@@ -97,23 +101,30 @@ def check_sampling(config: "ObjectiveConfig", *, temperature: float, truncated: 
         design = support(config)
         reuses = any(part.origin == "student" and design.reuses_sampled_token for _, part in parts(config))
         reader = design.spec if reuses else None
-        if not design.unbiased and design.budget > vocabulary:
-            raise ConfigError(
-                f"{design.spec} with {vocabulary} tokens in the vocabulary; use a smaller budget, or full"
-            )
+        _draw_once(design, vocabulary)
     if reader is None:
         return
     remedy = "or use a design that draws its own candidates, such as systematic(16)"
     if truncated:
         raise ConfigError(
-            f"{reader} reads the sampled token, but sampling is truncated (top_p, top_k or min_p), so the token is not "
-            f"drawn from the student's softmax: sample with top_p 1, top_k 0 and min_p 0, {remedy}"
+            f"{reader} reads the sampled token, but sampling is truncated (top_p, top_k, min_p or min_new_tokens), so "
+            "the token is not drawn from the student's softmax: sample with top_p 1, top_k 0, min_p 0 and "
+            f"min_new_tokens 0, {remedy}"
         )
     if temperature != config.temperature:
         raise ConfigError(
             f"{reader} reads the sampled token, but sampling is at temperature {temperature} and the objective at "
             f"{config.temperature}: make them equal, {remedy}"
         )
+
+
+def _draw_once(design: SupportDesign, vocabulary: int) -> None:
+    """A design that cannot draw from so many tokens says so now, and not in the first rollout worker."""
+    even_V = torch.full((1, vocabulary), -math.log(vocabulary))
+    try:
+        design.draw(even_V, noise_for(0, [("check", 0)], "candidates"), torch.zeros(1, dtype=torch.int64))
+    except DesignError as error:
+        raise ConfigError(f"{error}, or full") from error
 
 
 def _check_choices(config: "ObjectiveConfig") -> None:

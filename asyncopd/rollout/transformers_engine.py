@@ -243,4 +243,6 @@ def _check_model(config: dict[str, object], vocabulary: int) -> None:
         raise ConfigError(f"the model has layers of type {other}; this engine keeps {sorted(ATTENTION)}: use vLLM")
     rows = config["vocab_size"]
     if not isinstance(rows, int) or not 0 < vocabulary <= rows:
-        raise ConfigError(f"vocabulary is {vocabulary}; the model's head has {rows} rows: give len(tokenizer)")
+        raise ConfigError(
+            f"vocabulary is {vocabulary}; the model's head has {rows} rows: give vocabulary_of(tokenizer)"
+        )

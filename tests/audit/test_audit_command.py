@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +71,15 @@ def test_a_loss_that_claims_nothing_is_measured_and_not_judged() -> None:
 def test_an_undecorated_function_is_taken_for_the_reverse_kl_of_the_sampled_token() -> None:
     assert isinstance(load_subject("torch:numel"), Subject)
     assert load_subject("torch:numel").design == "sampled"
+
+
+def test_a_loss_in_the_current_folder_is_found_by_the_installed_command_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "losses_of_mine.py").write_text("def mine(batch):\n    return 0 * batch.log_p_T()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert isinstance(load_subject("losses_of_mine:mine"), Subject)
 
 
 @pytest.mark.parametrize("target", ["no_colon", "no_such_module_here:x", "torch:no_such_name", "torch:__version__"])

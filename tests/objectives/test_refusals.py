@@ -8,6 +8,7 @@ from asyncopd.errors import ConfigError
 from asyncopd.objectives import DIVERGENCES, SURROGATES, ObjectiveConfig, build_objective
 from asyncopd.objectives.resolution import parts
 from asyncopd.objectives.traps import TRAPS
+from asyncopd.rollout.sampling import SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,12 @@ def test_a_surrogate_refuses_what_only_candidates_have(name: str, fields: dict[s
         ObjectiveConfig(name=name, **fields)  # type: ignore[arg-type]
 
 
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "vocabulary": 100}
+def check(config: ObjectiveConfig, **sampling: float) -> None:
+    """With answers sampled so, from 100 tokens."""
+    how = SamplingConfig(**sampling)  # type: ignore[arg-type]
+    config.validate_with_sampling(temperature=how.temperature, truncated=how.truncated, vocabulary=100)
+
+
 OWN_TOKEN = [
     ObjectiveConfig(design="sampled"),
     ObjectiveConfig(design="multi_sample(8)"),
@@ -114,13 +120,15 @@ OWN_TOKEN = [
 
 
 @pytest.mark.parametrize("config", OWN_TOKEN, ids=lambda c: f"{c.name}-{c.design}")
-@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 5}, {"temperature": 0.7}], ids=str
+)
 def test_designs_that_reuse_the_sampled_token_refuse_another_sampling_distribution(
     config: ObjectiveConfig, change: dict[str, float]
 ) -> None:
-    config.validate_with_sampling(**SAMPLING)  # type: ignore[arg-type]
+    check(config)
     with pytest.raises(ConfigError, match="systematic"):
-        config.validate_with_sampling(**(SAMPLING | change))  # type: ignore[arg-type]
+        check(config, **change)
 
 
 @pytest.mark.parametrize(
@@ -134,18 +142,20 @@ def test_designs_that_reuse_the_sampled_token_refuse_another_sampling_distributi
     ids=lambda c: f"{c.name}-{c.design}",
 )
 def test_designs_that_draw_their_own_accept_any_sampling(config: ObjectiveConfig) -> None:
-    config.validate_with_sampling(**(SAMPLING | {"top_p": 0.9, "temperature": 0.7}))  # type: ignore[arg-type]
+    check(config, top_p=0.9, temperature=0.7)
 
 
-@pytest.mark.parametrize("off", [None, 0, -1])
-def test_every_spelling_of_no_top_k_is_no_truncation(off: int | None) -> None:
-    ObjectiveConfig(design="sampled").validate_with_sampling(**(SAMPLING | {"top_k": off}))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("design", ["top_k(101)", "top_k_tail(101)"])
-def test_top_k_larger_than_the_vocabulary_is_refused(design: str) -> None:
+@pytest.mark.parametrize("design", ["top_k(101)", "top_k_tail(101)", "head_tail(101,4)"])
+def test_a_head_larger_than_the_vocabulary_is_refused(design: str) -> None:
     with pytest.raises(ConfigError, match="100 tokens in the vocabulary"):
-        ObjectiveConfig(design=design).validate_with_sampling(**SAMPLING)  # type: ignore[arg-type]
+        check(ObjectiveConfig(design=design))
+
+
+@pytest.mark.parametrize(
+    "design", ["systematic(200)", "gumbel(200)", "multi_sample(200)", "two_phase(200,150)", "full"]
+)
+def test_a_budget_beyond_the_vocabulary_is_taken_where_it_can_be_drawn(design: str) -> None:
+    check(ObjectiveConfig(design=design))
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,9 @@ def test_an_empty_answer_has_an_empty_record(tiny_llama_dir: Path) -> None:
     assert record.log_q_T.shape == record.entropy_T.shape == (0,)
     assert record.of_origin("student").ids_TC.shape == (0, 4)
     assert record.of_origin("teacher").ids_TC.shape == (0, 3)
+    two_phase = replace(empty, design="two_phase(4,2)", log_g_TC=torch.empty(0, 4))
+    record = records(scorer(tiny_llama_dir), [request(4, 0, candidates=two_phase)])[0]
+    assert record.of_origin("student").ids_TC.shape == (0, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
@@ -343,7 +346,7 @@ def test_a_model_that_treats_its_logits_in_an_unknown_way_is_refused(tiny_llama_
 
 
 def test_a_vocabulary_larger_than_the_head_is_refused(tiny_llama_dir: Path) -> None:
-    with pytest.raises(ScoringError, match=r"give len\(tokenizer\)"):
+    with pytest.raises(ScoringError, match=r"give vocabulary_of\(tokenizer\)"):
         TransformersScorer(tiny_llama_dir, vocabulary=1000)
 
 
