@@ -2,6 +2,7 @@
 
 import configparser
 import re
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,11 @@ def test_the_guides_design_draws_what_it_says(guide: dict[str, Any]) -> None:
 def test_the_guides_model_has_what_a_causal_model_must_have(guide: dict[str, Any]) -> None:
     shown = guide["MyModel"]
     wanted = {name for name in vars(CausalModel) if not name.startswith("_")}
-    assert wanted == {*shown.__annotations__, *(name for name in vars(shown) if not name.startswith("_"))}
+    methods = [name for name in vars(shown) if not name.startswith("_")]
+    assert wanted == {*shown.__annotations__, *methods}
+    for name in methods:
+        ours, theirs = (signature(getattr(kind, name)).parameters.keys() for kind in (shown, CausalModel))
+        assert ours == theirs
 
 
 def test_the_guides_policy_takes_the_shortest_that_are_ready(guide: dict[str, Any]) -> None:
@@ -101,7 +106,7 @@ def test_the_readmes_python_builds_a_configuration(monkeypatch: pytest.MonkeyPat
 
     def start(config: RunConfig) -> SimpleNamespace:
         started.append(config)
-        return SimpleNamespace(path=Path("runs/example"))
+        return SimpleNamespace(path=Path("runs/example"), final=Path("runs/example/final"))
 
     monkeypatch.setattr(asyncopd.pipeline, "run", start)
     exec(compile(shown, "README.md", "exec"), {})
