@@ -102,6 +102,7 @@ class HeldOutWorker:
     teacher: Callable[[str], CausalModel | AskedTeacher]
     _steps: Generator[None, None, HeldOut] | None = None
     _version: int = -1
+    _compiles: bool = False
 
     def work(self) -> bool:
         """A slice of the oldest version that is due; False where none is."""
@@ -122,7 +123,7 @@ class HeldOutWorker:
             self._steps = self._begin()
         try:
             # A teacher that compiles may do so here first.
-            with self.stage.loading() if self.folder.config().teacher.compile else nullcontext():
+            with self.stage.loading() if self._compiles else nullcontext():
                 while time.monotonic() < until:
                     self.stage.beat()
                     next(self._steps)
@@ -139,6 +140,7 @@ class HeldOutWorker:
 
     def _begin(self) -> Generator[None, None, HeldOut]:
         config, ids = self.folder.config(), self.folder.token_ids()
+        self._compiles = config.teacher.compile
         prompts = read_prompts(self.folder.held_out_path)
         with self.stage.loading():
             student = AutoModelForCausalLM.from_pretrained(config.student, dtype=DTYPES[config.rollout.dtype])
