@@ -188,6 +188,8 @@ def _audit(words: list[str]) -> int:
     from asyncopd.audit import HELP, audit
 
     options = tyro.cli(Audit, args=words, prog="asyncopd audit", description=HELP)
+    # Unlike ``python -m``, the installed command does not look into the current folder, where a loss of one's own is.
+    sys.path.insert(0, "")
     return audit(options.loss, options.json)
 
 

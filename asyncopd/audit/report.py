@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -119,9 +118,6 @@ def load_subject(target: str) -> Subject:
     module, colon, name = target.partition(":")
     if not colon:
         raise ConfigError(f"{target!r} names no loss; write module:name, for example my_package.losses:my_loss")
-    if "" not in sys.path:
-        # The installed command does not look into the current folder, where a loss of one's own is.
-        sys.path.insert(0, "")
     try:
         found = vars(importlib.import_module(module))[name]
     except ModuleNotFoundError as error:

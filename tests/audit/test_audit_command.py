@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncopd import cli
 from asyncopd.audit import Subject, audit, audit_subject, load_subject, registered_subjects, run_audit
 from asyncopd.audit.adapters import trl_jsd, trl_jsd_batchmean
 from asyncopd.audit.registered import SMALL_SPECS
@@ -74,12 +75,14 @@ def test_an_undecorated_function_is_taken_for_the_reverse_kl_of_the_sampled_toke
 
 
 def test_a_loss_in_the_current_folder_is_found_by_the_installed_command_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "losses_of_mine.py").write_text("def mine(batch):\n    return 0 * batch.log_p_T()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
-    assert isinstance(load_subject("losses_of_mine:mine"), Subject)
+    assert cli.main(["audit", "losses_of_mine:mine", "--json"]) == 1  # it is no reverse KL
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["objective"] for row in rows} == {"mine"}
 
 
 @pytest.mark.parametrize("target", ["no_colon", "no_such_module_here:x", "torch:no_such_name", "torch:__version__"])
