@@ -11,6 +11,7 @@ from asyncopd.tracking.trace import Trace, read_trace, stage_of
 CHROME_TRACE = "trace.json"
 LOG = logging.getLogger(__name__)
 MOST_SPANS = 500_000
+"""More no viewer opens."""
 _ORDER = {"rollout": 0, "teacher": 1, "learner": 2}
 
 
@@ -18,7 +19,7 @@ def write_chrome_trace(run_dir: Path) -> Path:
     """Write `trace.json` in the Trace Event Format ("JSON Object Format", complete events in microseconds).
 
     One process row per process of the run, in the order of the data path, one thread row per thread that traced. Of a
-    long run only the newest ``MOST_SPANS`` are written: no viewer opens more.
+    long run only the newest ``MOST_SPANS`` are written.
     """
     trace = read_trace(run_dir)
     if len(trace.spans) > MOST_SPANS:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncopd.tracking import chrome_trace
+from asyncopd.tracking import trace as trace_module
 from asyncopd.tracking.activity import run_windows
 from asyncopd.tracking.chrome_trace import write_chrome_trace
 from asyncopd.tracking.trace import TraceFollower, Tracer, read_trace, stage_of
@@ -141,6 +143,29 @@ def test_a_watcher_forgets_old_spans_but_not_when_the_run_began(finished_run: Pa
     trace = TraceFollower(finished_run, keep_s=20).read()
     assert 0 < len(trace.spans) < 40
     assert trace.flow == read_trace(finished_run).flow
+
+
+def test_a_watcher_of_a_long_trace_forgets_while_it_reads(finished_run: Path, monkeypatch):
+    monkeypatch.setattr(trace_module, "_SPANS_AT_ONCE", 3)
+    most = 0
+    take = trace_module.Trace.take
+
+    def counting(self: trace_module.Trace, *record: object) -> None:
+        nonlocal most
+        take(self, *record)
+        most = max(most, len(self.spans))
+
+    monkeypatch.setattr(trace_module.Trace, "take", counting)
+    assert TraceFollower(finished_run, keep_s=0.001).read().spans == []
+    assert most == 3 < len(read_trace(finished_run).spans)
+
+
+def test_the_chrome_trace_of_a_long_run_holds_its_end(finished_run: Path, monkeypatch, caplog):
+    monkeypatch.setattr(chrome_trace, "MOST_SPANS", 5)
+    events = json.loads(write_chrome_trace(finished_run).read_text())["traceEvents"]
+    newest = sorted(read_trace(finished_run).spans, key=lambda span: span.start_ns)[-5:]
+    assert [event["name"] for event in events if event["ph"] == "X"] == [span.name for span in newest]
+    assert "the last 5 of" in caplog.text
 
 
 def test_the_chrome_trace_names_processes_and_has_complete_events(finished_run: Path):

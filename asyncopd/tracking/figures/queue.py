@@ -14,6 +14,7 @@ from asyncopd.tracking.theme import STAGE_COLOURS, STATE_COLOURS
 from asyncopd.tracking.trace import Interval
 
 MOST_POINTS = 2000
+"""Steps that the figure of the depth shows, evenly taken; more only make the page heavy."""
 _PLACES = {
     "in_flight": ("in flight", STAGE_COLOURS["rollout"]),
     "in_queue": ("in queue", STAGE_COLOURS["teacher"]),
@@ -55,7 +56,6 @@ def depth_figure(rows: Sequence[MetricsRow], windows: Sequence[Interval]) -> str
     logged = [row for row in rows if under(row.values, keys.QUEUE)]
     if len(logged) < 2:
         return None
-    # More than the eye can tell apart only makes the page heavy.
     logged = logged[:: len(logged) // MOST_POINTS + 1]
     unit_s, unit = time_unit(length(windows) / 1e9)
     times = [flowed_s(int(row.time * 1e9), windows) / unit_s for row in logged]
