@@ -85,7 +85,7 @@ def _rollout_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Rollo
 
 def _weight_source(config: RunConfig, stage: Stage, engine: RolloutEngine) -> WeightSource:
     store = WeightStore(stage.run_dir)
-    newest = None if config.lag is not None else lambda: stage.ledger.published_version
+    newest = _newest(config, stage)
     if config.publish.backend == "file":
         return FileSource(store, engine, newest)
     return TransferSource(
@@ -97,6 +97,11 @@ def _weight_source(config: RunConfig, stage: Stage, engine: RolloutEngine) -> We
         deadline_s=config.publish.deadline_s,
         beat=stage.beat,
     )
+
+
+def _newest(config: RunConfig, stage: Stage) -> Callable[[], int] | None:
+    """The newest published version; None in the pinned modes, which take the very one that is asked for."""
+    return None if config.lag is not None else lambda: stage.ledger.published_version
 
 
 def _engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
@@ -125,11 +130,10 @@ def _scoring_worker(stage: Stage, folder: RunFolder, config: RunConfig) -> Scori
     ids = folder.token_ids()
     scorer = build_scorer(config, ids, stage, cache)
     proposal = _proposal_pass(config, ids) if config.teacher.proposal == "pass" else None
-    newest = None if config.lag is not None else lambda: stage.ledger.published_version
     return ScoringWorker(
         stage=stage,
         scorer=scorer,
-        weights=None if proposal is None else FileSource(WeightStore(folder.path), proposal, newest),
+        weights=None if proposal is None else FileSource(WeightStore(folder.path), proposal, _newest(config, stage)),
         proposal=proposal,
         samples=config.teacher.samples,
         batch_tokens=config.teacher.batch_tokens,

@@ -56,6 +56,7 @@ class Batcher:
         self._rate = 0.0
         self._task: asyncio.Task[None] | None = None
         self.failure: BaseException | None = None
+        """What ended the scoring although nobody closed it."""
         self.queued_tokens = 0
         self.scored_tokens = 0
 

@@ -82,7 +82,7 @@ class Owner:
                 raise DeadlineError(
                     f"nothing moved in the sample queue for {self.stall_s:.0f} s; samples by state: {counts}. The "
                     f"stages' logs are in {self.run_dir / 'logs'}; where an answer may take that long, "
-                    "start with a longer supervision.stall_s"
+                    "resume with a longer supervision.stall_s"
                 )
         return None
 

@@ -71,6 +71,7 @@ class TransferSource:
                 try:
                     return FileSource(self._store, self._engine).move_to(version)
                 except (CheckpointError, FileNotFoundError):
+                    # Deleted meanwhile: the newest will do, where any newer one does.
                     if self._newest is None:
                         raise
             if time.monotonic() > until:
