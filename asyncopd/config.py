@@ -80,6 +80,11 @@ class RunConfig:
         return max(self.queue.max_staleness, self.lag or 0)
 
     @property
+    def publishes_adapters(self) -> bool:
+        """Whether a published version is adapters alone, and not whole weights."""
+        return self.learner.lora.rank > 0 and self.publish.adapters and self.publish.backend == "file"
+
+    @property
     def stall_s(self) -> float:
         """Seconds without any movement in the queue after which the run fails."""
         return max(self.supervision.stall_s, 2 * self.supervision.start_s, 2 * self.teacher.deadline_s)

@@ -6,10 +6,10 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from asyncopd.config import RunConfig
-from asyncopd.learner.adapters import write_adapters
 from asyncopd.learner.step import Learner
 from asyncopd.preflight import Preflight
 from asyncopd.publish import materialised, take_part
+from asyncopd.publish.adapters import write_adapters
 from asyncopd.tracking.summary import RunSummary
 
 _CARD = """---
@@ -55,7 +55,9 @@ def write_final_student(path: Path, learner: Learner, checks: Preflight, config:
     student.save_pretrained(path, state_dict=state)
     adapters = learner.adapters()
     if adapters:
-        write_adapters(student, adapters, path / "adapter")
+        beside = path / "adapter"
+        beside.mkdir(exist_ok=True)
+        write_adapters(beside, adapters, learner.adapter_config())
     checks.tokenizer.save_pretrained(path)
     checks.generation.save_pretrained(path)
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -33,7 +34,7 @@ from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
 from asyncopd.publish import WeightStore, take_part
 from asyncopd.publish.probe import ProbeText
-from asyncopd.publishing import open_publisher
+from asyncopd.publishing import Published, open_publisher
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
@@ -108,6 +109,7 @@ class _Run:
             shared = broadcast_object_list([self.folder.path if self.main else None])
             self.folder = RunFolder(shared[0])
             self.config = self.folder.config()
+        self.published = Published.of(self.config, torch.cuda.is_available())
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +138,7 @@ class _Run:
             # Rank 0 decides when to stop and tells the others with the next batch; a second Ctrl-C ends every rank.
             with StopRequest():
                 if config.publish.backend != "file" or start not in WeightStore(folder.path).versions():
-                    take_part(learner.weights(), DTYPES[config.rollout.dtype])
+                    take_part(self.published.weights(learner), self.published.dtype)
                 version = self._loop(checks, learner, tracer, None).run(start)
                 self.accelerator.wait_for_everyone()
                 if version == config.steps:
@@ -151,10 +153,10 @@ class _Run:
         config, folder = self.config, self.folder
         tracking = self._open_tracking(start, tracker_ids)
         ledger = self._open_ledger(checks, start)
-        owner = self._owner(ledger, tracking, tracer)
+        owner = self._owner(learner, ledger, tracking, tracer)
         loop = self._loop(checks, learner, tracer, owner)
         with owner.stop:
-            owner.publisher.publish(start, learner.weights())
+            owner.publisher.publish(start, self.published.weights(learner))
             if ledger.published_version < start or start == 0:
                 ledger.publish(start)
             if start == 0:
@@ -281,11 +283,11 @@ class _Run:
         Ledger.create(building, plan).close()
         return Ledger.open(building.replace(self.folder.ledger_path))
 
-    def _owner(self, ledger: Ledger, tracking: RunTracking, tracer: Tracer) -> Owner:
+    def _owner(self, learner: Learner, ledger: Ledger, tracking: RunTracking, tracer: Tracer) -> Owner:
         config, path = self.config, self.folder.path
         doorbell = self.cleanup.enter_context(closing(Doorbell(path, "learner")))
         specs = worker_specs(config)
-        publisher = self.cleanup.enter_context(open_publisher(config, path, self.accelerator.device))
+        publisher = self.cleanup.enter_context(open_publisher(config, self.published, path, learner))
         files = HeldOutFiles(self.folder)
         if files.none_because is not None:
             LOG.warning("no held-out figures: %s", files.none_because)
@@ -363,6 +365,7 @@ class _Run:
             tracer=tracer,
             pace=Pace(learner, self.config.tracking.peak_tflops),
             owner=owner,
+            published=self.published,
             probe_text=ProbeText.of(
                 (prompt.token_ids for prompt in checks.prompts.prompts), DTYPES[self.config.rollout.dtype]
             ),

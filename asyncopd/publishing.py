@@ -1,22 +1,56 @@
-"""Which way weights are published in a run, and whether that way is open."""
+"""What of the student is published in a run, which way, and whether that way is open."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError
-from asyncopd.learner.step import DTYPES
-from asyncopd.publish import WeightPublisher, WeightStore
+from asyncopd.learner.step import DTYPES, Learner
+from asyncopd.publish import WeightPublisher, Weights, WeightStore
 from asyncopd.publish.transfer_publisher import TransferPublisher
 from asyncopd.rollout.mixed_engine import TeacherFraction
+from asyncopd.rollout.vllm_config import LORA_RANKS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """What of the student a version is.
+
+    adapters   the adapters alone, in their own dtype, and not the whole weights
+    applied    vLLM in the workers applies them beside its weights, and does not merge them
+    dtype      what floating-point weights are stored as; None keeps theirs
+    """
+
+    adapters: bool
+    applied: bool
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: bool) -> "Published":
+        """As a run's configuration says; ``gpus``: whether there are any here."""
+        return cls(
+            adapters=config.publishes_adapters,
+            applied=config.publishes_adapters and config.rollout.engine == "vllm" and config.rollout.vllm.applies(gpus),
+            dtype=None if config.publishes_adapters else DTYPES[config.rollout.dtype],
+        )
+
+    def weights(self, learner: Learner) -> Weights:
+        """Under FSDP2 every rank must read them, in their order: rank 0 as it writes, the others by ``take_part``."""
+        return learner.adapters() if self.adapters else learner.weights()
 
 
 def check_publishing(config: RunConfig, gpus: bool) -> None:
     """ConfigError where the engines cannot be reached by ``publish.backend``; ``gpus``: whether there are any here."""
     publish, rollout = config.publish, config.rollout
+    if Published.of(config, gpus).applied and config.learner.lora.rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"learner.lora.rank is {config.learner.lora.rank}, and vLLM applies adapters of rank {LORA_RANKS[-1]} at "
+            "most; set rollout.vllm.adapters to merge, or lower the rank"
+        )
     if publish.backend == "file":
         return
     if rollout.engine != "vllm":
@@ -51,9 +85,11 @@ def check_publishing(config: RunConfig, gpus: bool) -> None:
 
 
 @contextmanager
-def open_publisher(config: RunConfig, run_dir: Path, device: torch.device) -> Iterator[WeightPublisher]:
-    """The publisher of rank 0, whose weights are on ``device``."""
-    store = WeightStore(run_dir, DTYPES[config.rollout.dtype])
+def open_publisher(
+    config: RunConfig, published: Published, run_dir: Path, learner: Learner
+) -> Iterator[WeightPublisher]:
+    """The publisher of rank 0."""
+    store = WeightStore(run_dir, published.dtype, learner.adapter_config() if published.adapters else None)
     publish, evaluation, steps = config.publish, config.evaluation, config.steps
     if publish.backend == "file":
         yield store
@@ -65,6 +101,8 @@ def open_publisher(config: RunConfig, run_dir: Path, device: torch.device) -> It
 
     ranks = config.rollout.vllm.tensor_parallel
     with closing(
-        TransferPublisher(store, run_dir, publish, ranks=ranks, device=device, needs_file=needs_file)
+        TransferPublisher(
+            store, run_dir, publish, ranks=ranks, device=learner.accelerator.device, needs_file=needs_file
+        )
     ) as publisher:
         yield publisher

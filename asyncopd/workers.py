@@ -15,6 +15,7 @@ from asyncopd.prompts import read_prompts
 from asyncopd.proposal import ProposalPass
 from asyncopd.publish import FileSource, WeightSource, WeightStore
 from asyncopd.publish.transfer_source import ReceivesWeights, TransferSource
+from asyncopd.publishing import Published
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.mixed_engine import MixedEngine, TeacherFraction
 from asyncopd.rollout.pool import RolloutWorker
@@ -213,6 +214,7 @@ def _vllm_engine(config: RunConfig, ids: TokenIds, index: int) -> RolloutEngine:
         slots=config.rollout.slots,
         config=config.rollout.vllm,
         transfers=config.publish.backend != "file",
+        lora_rank=config.learner.lora.rank if Published.of(config, torch.cuda.is_available()).applied else 0,
     )
 
 

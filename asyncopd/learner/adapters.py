@@ -1,8 +1,10 @@
 """LoRA through ``peft``: the student's weights stand still, low-rank adapters beside its linear layers are trained.
 
-Engines get the merged weights, ``W + (alpha / rank) B A``, one layer at a time; the training weights are not touched.
+Published are the adapters (``publish.adapters``), or the merged weights, ``W + (alpha / rank) B A``, one layer at a
+time; the training weights are not touched.
 """
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +18,8 @@ from transformers import PreTrainedModel
 
 from asyncopd.errors import ConfigError
 from asyncopd.publish import LazyWeight, Weights
-from asyncopd.publish.stream import lazily, whole, write_safetensors
+from asyncopd.publish.adapters import CONFIG_NAME
+from asyncopd.publish.stream import lazily, whole
 
 _ADAPTER = "default"
 """The name that peft gives to the only adapter of a model."""
@@ -62,7 +65,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         lora_dropout=config.dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=model.name_or_path,
+        base_model_name_or_path=str(Path(model.name_or_path).absolute()),
     )
     try:
         peft.inject_adapter_in_model(spec, model, adapter_name=_ADAPTER)
@@ -108,13 +111,13 @@ def adapter_weights(model: PreTrainedModel) -> Weights:
     }
 
 
-def write_adapters(model: PreTrainedModel, weights: Weights, folder: Path) -> None:
-    """A folder that ``peft.PeftModel.from_pretrained(student, folder)`` loads; ``weights`` from ``adapter_weights``."""
-    folder.mkdir(parents=True, exist_ok=True)
+def adapter_config(model: PreTrainedModel) -> str:
+    """What peft writes beside adapters; with ``adapter_weights``, ``peft.PeftModel.from_pretrained`` loads them."""
     spec = model.peft_config[_ADAPTER]
     spec.inference_mode = True
-    spec.save_pretrained(folder)
-    write_safetensors(folder / "adapter_model.safetensors", weights)
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save_pretrained(folder)
+        return (Path(folder) / CONFIG_NAME).read_text()
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, Any]:

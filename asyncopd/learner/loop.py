@@ -23,6 +23,7 @@ from asyncopd.learner.read_ahead import ReadAhead
 from asyncopd.learner.step import Learner
 from asyncopd.publish import WeightPublisher, take_part
 from asyncopd.publish.probe import Probe, ProbeText
+from asyncopd.publishing import Published
 from asyncopd.queue.doorbell import Doorbell
 from asyncopd.queue.ledger import Batch, Ledger
 from asyncopd.queue.payloads import delete_payloads
@@ -129,6 +130,7 @@ class LearnerLoop:
         tracer: Tracer,
         pace: Pace,
         owner: Owner | None,
+        published: Published,
         probe_text: ProbeText,
         on_step: Callable[[int, Mapping[str, float]], None] | None = None,
         on_checkpoint: Callable[[int, Path], None] | None = None,
@@ -146,6 +148,7 @@ class LearnerLoop:
         self.tracer = tracer
         self.pace = pace
         self.owner = owner
+        self.published = published
         self.probe_text = probe_text
         self.updates = 0
         self.on_step = on_step
@@ -207,11 +210,11 @@ class LearnerLoop:
         version += 1
         probe = self._probe()
         if self.owner is None:
-            take_part(self.learner.weights(), self.probe_text.dtype)
+            take_part(self.published.weights(self.learner), self.published.dtype)
         else:
             published = time.monotonic()
             with self.tracer.span("publish"):
-                self.owner.commits.start(batch, version, self.learner.weights(), probe)
+                self.owner.commits.start(batch, version, self.published.weights(self.learner), probe)
             values = _values(metrics, batch, version - 1, self.owner.ledger) | {
                 keys.STEP_SECONDS: step_s,
                 keys.WAIT_SECONDS: wait_s,
@@ -232,7 +235,7 @@ class LearnerLoop:
         text = self.probe_text
         if not text.due(self.updates):
             return None
-        log_p_T = self.learner.published_logprobs(text.ids, text.dtype)
+        log_p_T = self.learner.published_logprobs(text.ids, text.dtype, merged=not self.published.applied)
         return None if log_p_T is None else Probe(text.ids, tuple(log_p_T.tolist()))
 
 

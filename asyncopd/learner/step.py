@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, get_scheduler
 
 from asyncopd.errors import ConfigError
-from asyncopd.learner.adapters import LoraConfig, adapter_weights, merged_weights
+from asyncopd.learner.adapters import LoraConfig, adapter_config, adapter_weights, merged_weights
 from asyncopd.learner.batching import MicroBatch, collate, plan_micro_batches, split_to, unscored
 from asyncopd.learner.clock import PhaseClock
 from asyncopd.learner.head import HeadShape
@@ -146,14 +146,14 @@ class Learner:
         return merged_weights(self.student)
 
     @torch.no_grad()
-    def published_logprobs(self, ids: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def published_logprobs(self, ids: Sequence[int], dtype: torch.dtype, *, merged: bool = True) -> Tensor | None:
         """Logprobs (nats, float32 [len(ids) - 1]) of each token after the first, under the weights as ``dtype`` holds
         them: bf16 swallows most of a small update, so they are another model than the one that is trained.
 
         In float32, at temperature 1, over the real vocabulary. Under FSDP2 every rank must ask. None where adapters
-        are merged before they are rounded.
+        are merged (``merged``) before they are rounded.
         """
-        if dtype != torch.float32 and self.config.lora.rank:
+        if merged and dtype != torch.float32 and self.config.lora.rank:
             return None
         weights = [local(parameter) for parameter in self.module.parameters()]
         kept = [weight.to("cpu", copy=True) for weight in weights] if dtype != torch.float32 else []
@@ -180,6 +180,10 @@ class Learner:
     def adapters(self) -> Weights:
         """The adapters by peft's names, read like ``weights``; empty without adapters."""
         return adapter_weights(self.student)
+
+    def adapter_config(self) -> str:
+        """The text of the file that peft writes beside adapters; there must be some."""
+        return adapter_config(self.student)
 
     def step(self, samples: Sequence[ScoredRollout], version: int) -> dict[str, float]:
         """Train on this rank's share of the batch; ``version`` is the student's policy version before the step.

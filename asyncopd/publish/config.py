@@ -15,6 +15,9 @@ class PublishConfig:
     """How weights reach the rollout workers: ``file`` (the run folder; any engine), or straight from the learner's
     memory into rollout.engine vllm by ``gloo`` (through host memory, whatever the devices; saves the disk, and on a CPU
     no time) or ``nccl`` (GPU to GPU; the engines need GPUs of their own)."""
+    adapters: bool = True
+    """With ``learner.lora`` and ``file``: publish the adapters alone, which engines merge as they read them, or apply
+    (rollout.vllm.adapters). False publishes whole weights, adapters merged, as ``gloo`` and ``nccl`` do in any case."""
     file_every: int = 1
     """With ``gloo`` and ``nccl``: write every so many versions to the run folder, besides those that are evaluated and
     the last. 0 writes only these."""

@@ -1,6 +1,6 @@
 """Versioned student weights: one folder a policy version, visible only when whole.
 
-    run folder/weights/v00000012/model.safetensors
+    run folder/weights/v00000012/model.safetensors     or, of adapters alone, as ``publish.adapters`` says
 
 Versions may skip numbers; a reader takes the newest whole one or the one it was told to take.
 """
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from asyncopd.errors import CheckpointError
+from asyncopd.publish.adapters import write_adapters
 from asyncopd.publish.probe import Probe
 from asyncopd.publish.stream import Weights, write_safetensors
 from asyncopd.storage import sync_file
@@ -69,10 +70,14 @@ class WeightSource(Protocol):
 class WeightStore:
     """Weights as safetensors files in the run folder: works everywhere, survives every process."""
 
-    def __init__(self, run_dir: Path, dtype: torch.dtype | None = None) -> None:
-        """``dtype`` is what floating-point weights are stored as; None keeps theirs."""
+    def __init__(self, run_dir: Path, dtype: torch.dtype | None = None, adapter_config: str | None = None) -> None:
+        """``dtype`` is what floating-point weights are stored as; None keeps theirs.
+
+        With ``adapter_config``, the text of peft's file, the weights that are published are adapters.
+        """
         self.root = run_dir / "weights"
         self.dtype = dtype
+        self._adapter_config = adapter_config
 
     def publish(self, version: int, weights: Weights, probe: Probe | None = None) -> Path:
         """Write beside, then rename: a reader never sees half a version."""
@@ -82,7 +87,10 @@ class WeightStore:
         staging = self.root / f".writing-{version}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        write_safetensors(staging / "model.safetensors", weights, self.dtype)
+        if self._adapter_config is None:
+            write_safetensors(staging / "model.safetensors", weights, self.dtype)
+        else:
+            write_adapters(staging, weights, self._adapter_config)
         if probe is not None:
             probe.write(staging)
         os.replace(staging, target)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from asyncopd.errors import ConfigError
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room; an adapter of another takes the next of these."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmEngineConfig:
@@ -20,6 +23,10 @@ class VllmEngineConfig:
     """Longest prompt and answer together, in tokens; 0 takes the model's own limit."""
     prefix_caching: bool = True
     """Reuse the keys and values of a shared beginning, as between several answers to one prompt."""
+    adapters: str = "auto"
+    """Adapters that are published alone (publish.adapters): ``apply`` them beside the weights, which takes them in
+    hundredths of a second, ``merge`` them into the weights, or ``auto``: apply on GPUs, merge on a CPU, where vLLM is
+    slow at applying them."""
     eager: bool = False
     """No CUDA graphs: slower, and quicker to start. On a CPU always."""
     cores: str = ""
@@ -33,6 +40,8 @@ class VllmEngineConfig:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
             raise ConfigError(f"rollout.vllm.tensor_parallel is {self.tensor_parallel}; expected at least 1")
+        if self.adapters not in ("auto", "apply", "merge"):
+            raise ConfigError(f"rollout.vllm.adapters is {self.adapters!r}; expected auto, apply or merge")
         if not 0 < self.memory_fraction < 1:
             raise ConfigError(
                 f"rollout.vllm.memory_fraction is {self.memory_fraction}; expected a share above 0 and below 1"
@@ -58,6 +67,10 @@ class VllmEngineConfig:
             raise ConfigError(
                 f"rollout.vllm.cores is {self.cores!r}; expected numbers and ranges, a group a worker, such as 0-3;4-7"
             ) from None
+
+    def applies(self, gpus: bool) -> bool:
+        """Whether adapters are applied, and not merged; ``gpus``: whether there are any here."""
+        return self.adapters == "apply" or (self.adapters == "auto" and gpus)
 
 
 def check_placement(config: VllmEngineConfig, workers: int, devices: str, gpus: bool, cores: set[int]) -> None:

@@ -19,19 +19,20 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from asyncopd.errors import RequestRefusedError, RolloutError
+from asyncopd.errors import CheckpointError, RequestRefusedError, RolloutError
 from asyncopd.publish.transfer_group import Rendezvous
 from asyncopd.publish.transfer_publisher import Offer
 from asyncopd.rollout.answers import Answer, AnswerSampler, check_version
 from asyncopd.rollout.sampling import SamplingConfig
-from asyncopd.rollout.vllm_config import VllmEngineConfig
+from asyncopd.rollout.vllm_config import LORA_RANKS, VllmEngineConfig
 from asyncopd.rollout.vllm_worker import SETTINGS, AnswerProcessor, StepDraws, WorkerExtension
-from asyncopd.rollout.weights import check_fit, check_shapes, stored_shapes
+from asyncopd.rollout.weights import check_adapters, check_fit, check_shapes, stored_shapes
 from asyncopd.types import Rollout, RolloutRequest
 
 _ENVIRONMENT = {
@@ -51,6 +52,7 @@ class VllmEngine:
     model        directory of an HF checkpoint; published weights must have its tensors
     slots        most answers in flight at the same time
     transfers    whether it will be asked to ``receive_weights``
+    lora_rank    of the adapters that are applied beside the weights of ``model``; 0: they are merged into them
     vocabulary, eos_token_ids, sampling, run_seed, design, temperature, version   as in TransformersEngine
 
     Prompts are token ids and no text is made. A version's prefix cache is its own: requests carry the number of swaps
@@ -72,6 +74,7 @@ class VllmEngine:
         config: VllmEngineConfig | None = None,
         version: int = -1,
         transfers: bool = False,
+        lora_rank: int = 0,
     ) -> None:
         settings: dict[str, Any] = {
             "vocabulary": vocabulary,
@@ -82,7 +85,10 @@ class VllmEngine:
         }
         self._sampler = AnswerSampler(sampling=sampling, **settings)
         settings["sampling"] = asdict(sampling)
-        self._llm = _start(str(model), _DTYPES[dtype], slots, config or VllmEngineConfig(), settings, transfers)
+        config = config or VllmEngineConfig()
+        self._llm = _start(str(model), _DTYPES[dtype], slots, config, settings, transfers, lora_rank)
+        self._applies_adapters = lora_rank > 0
+        self._adapters: LoRARequest | None = None
         self._shapes = stored_shapes(Path(model))
         self._tied: bool = self._llm.model_config.hf_text_config.tie_word_embeddings
         self._max_context: int = self._llm.model_config.max_model_len
@@ -112,8 +118,11 @@ class VllmEngine:
         """
         for answer in self._answers.values():
             check_version(answer.request, version)
-        check_shapes(Path(directory), self._shapes, tied_head=self._tied)
-        self._llm.collective_rpc("load_published", args=(str(directory),))
+        if self._applies_adapters:
+            self._load_adapters(Path(directory))
+        else:
+            check_shapes(Path(directory), self._shapes, tied_head=self._tied)
+            self._llm.collective_rpc("load_published", args=(str(directory),))
         self._moved(version)
 
     def receive_weights(self, offer: Offer) -> None:
@@ -180,6 +189,18 @@ class VllmEngine:
             found |= self._advance()
         return torch.tensor([found[uid] for uid in uids])
 
+    def _load_adapters(self, directory: Path) -> None:
+        check_adapters(directory, self._shapes)
+        named = {"lora_name": SETTINGS, "lora_int_id": 1, "lora_path": str(directory)}
+        try:
+            self._llm.add_lora(LoRARequest(**named, load_inplace=True))
+        except (LoRAAdapterNotFoundError, ValueError) as error:
+            raise CheckpointError(
+                f"vLLM cannot apply the adapters in {directory}: {error}; set rollout.vllm.adapters to merge"
+            ) from error
+        # Answers in flight carry an earlier request of the same number, and go on with what is loaded under it.
+        self._adapters = LoRARequest(**named)
+
     def _moved(self, version: int) -> None:
         self._llm.collective_rpc("set_version", args=(version,))
         self._version = version
@@ -201,7 +222,7 @@ class VllmEngine:
         )
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": f"{self._swaps}"}
         try:
-            self._llm.add_request(uid, prompt, params)
+            self._llm.add_request(uid, prompt, params, lora_request=self._adapters)
         except VLLMValidationError as error:
             raise RequestRefusedError(f"{uid}: vLLM refuses the request: {error}") from error
 
@@ -236,7 +257,13 @@ class VllmEngine:
 
 
 def _start(
-    model: str, dtype: str, slots: int, config: VllmEngineConfig, settings: dict[str, Any], transfers: bool
+    model: str,
+    dtype: str,
+    slots: int,
+    config: VllmEngineConfig,
+    settings: dict[str, Any],
+    transfers: bool,
+    lora_rank: int,
 ) -> LLMEngine:
     os.environ.update(_ENVIRONMENT)
     cpu = current_platform.is_cpu()
@@ -260,6 +287,8 @@ def _start(
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
         weight_transfer_config=WeightTransferConfig(backend=SETTINGS) if transfers else None,
         additional_config={SETTINGS: settings},
+        enable_lora=lora_rank > 0,
+        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= lora_rank),
     )
     try:
         return LLMEngine.from_engine_args(arguments)

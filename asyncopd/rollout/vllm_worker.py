@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -29,7 +28,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from asyncopd.rollout.answers import AnswerSampler, Draws
 from asyncopd.rollout.sampling import SamplingConfig
-from asyncopd.rollout.weights import FILE_NAME
+from asyncopd.rollout.weights import published_weights
 
 SETTINGS = "asyncopd"
 """Key of vLLM's ``additional_config`` and of a request's ``extra_args``, and name of the transfer engine."""
@@ -125,8 +124,7 @@ class WorkerExtension:
 
     def load_published(self, directory: str) -> None:
         """Take the weights of a published version, which must fit the model."""
-        weights = load_file(Path(directory) / FILE_NAME)
-        self.reload_weights(weights_iterator=iter(weights.items()))
+        self.reload_weights(weights_iterator=published_weights(Path(directory)))
         self._repack_heads()
 
     def receive_published(self, update: dict[str, object]) -> None:

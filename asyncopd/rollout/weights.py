@@ -1,26 +1,39 @@
 """Published weights into a live model, in place."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from asyncopd.errors import CheckpointError
+from asyncopd.publish.adapters import adapted_shapes, holds_adapters, merged_weights_of
 
 FILE_NAME = "model.safetensors"
 
 
 @torch.no_grad()
 def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
-    """Copy ``directory/model.safetensors`` into the model's own tensors, cast to their dtype.
+    """Copy a published version into the model's own tensors, cast to their dtype.
 
-    All of the model's tensors must be in the file and nothing else may be, so a half-written or foreign checkpoint
-    cannot be mistaken for an update. Tied tensors may come under any or all of their names, with one value.
+    All of the model's tensors must be in ``directory/model.safetensors`` and nothing else may be, so a half-written or
+    foreign checkpoint cannot be mistaken for an update. Tied tensors may come under any or all of their names, with one
+    value. Of adapters alone, the weights that they belong to are written, and the others left as they are.
     CheckpointError otherwise, before anything is copied.
     """
-    path = Path(directory) / FILE_NAME
     own = model.state_dict(keep_vars=True)
+    if holds_adapters(directory):
+        check_adapters(directory, {name: list(tensor.shape) for name, tensor in own.items()})
+        update: Iterable[tuple[str, torch.Tensor]] = merged_weights_of(directory, model.device)
+    else:
+        update = _whole_update(Path(directory) / FILE_NAME, model, own).items()
+    for name, tensor in update:
+        own[name].copy_(tensor)
+
+
+def _whole_update(path: Path, model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     names_of: dict[int, list[str]] = {}
     for name, tensor in own.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -37,8 +50,15 @@ def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; was that version published whole?") from error
     _check_values(path, own, update, names_of)
-    for name, tensor in update.items():
-        own[name].copy_(tensor)
+    return update
+
+
+def published_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights of a published version, adapters merged; one at a time."""
+    if holds_adapters(directory):
+        yield from merged_weights_of(directory, others=True)
+    else:
+        yield from load_file(Path(directory) / FILE_NAME).items()
 
 
 def stored_shapes(directory: Path) -> dict[str, list[int]]:
@@ -56,11 +76,25 @@ def stored_shapes(directory: Path) -> dict[str, list[int]]:
 
 
 def check_shapes(directory: Path, own: dict[str, list[int]], *, tied_head: bool) -> None:
-    """CheckpointError where published weights do not have the tensors that an engine's model was loaded from.
+    """CheckpointError where a published version does not fit the tensors that an engine's model was loaded from.
 
     tied_head   the head is the embedding, so it may be in neither, in both or in one of them
     """
-    check_fit(stored_shapes(directory), own, tied_head=tied_head, source=str(directory))
+    if holds_adapters(directory):
+        check_adapters(directory, own)
+    else:
+        check_fit(stored_shapes(directory), own, tied_head=tied_head, source=str(directory))
+
+
+def check_adapters(directory: Path, own: dict[str, list[int]]) -> None:
+    """CheckpointError where adapters cannot be read, or do not fit the tensors that a model was loaded from."""
+    for name, shape in adapted_shapes(directory).items():
+        if shape != own.get(name):
+            raise CheckpointError(
+                f"{directory} has an adapter for {name} of shape {tuple(shape)}, which the model "
+                f"{'has as ' + str(tuple(own[name])) if name in own else 'does not have'}; "
+                "publish adapters of the model that rolls out"
+            )
 
 
 def check_fit(stored: dict[str, list[int]], own: dict[str, list[int]], *, tied_head: bool, source: str) -> None:

@@ -2,9 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout models/smollm2-student --dtype bf16 --batch 12 --batch 24
     OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout models/smollm2-student --design "systematic(16)" --vllm
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout models/smollm2-student --vllm --lora 16
 
 CPU seconds are counted, not wall time, so that a busy machine blurs the comparison less; with ``--threads 2`` they are
 those of both threads. ``--vllm`` adds vLLM: with the engine's draw, and with its own sampler and processed logprobs.
+``--lora`` adds vLLM with adapters applied beside its weights, and the update of a transformers engine that merges them.
 An update is timed by the wall: it is how long no token comes while new weights are read from their file and taken.
 """
 
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from asyncopd.learner.adapters import LoraConfig, adapter_config, adapter_weights, add_adapters
 from asyncopd.publish import WeightStore
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.sampling import SamplingConfig
@@ -31,6 +34,7 @@ TASKS = (
     "Explain how to boil an egg, step by step, for a child.",
     "Give me a tip for sleeping better.",
 )
+APPLIED = "vllm, adapters applied"
 Prompts = list[list[int]]
 Work = Callable[[Prompts], object]
 
@@ -44,6 +48,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=48)
     options.add_argument("--design", default=None, help="also draw candidates, for example systematic(16)")
     options.add_argument("--vllm", action="store_true")
+    options.add_argument("--lora", type=int, default=0, help="rank of the adapters")
     options.add_argument("--updates", type=int, default=5)
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -78,11 +83,20 @@ def contestants(
 
         for design in designs:
             engines[f"vllm {design or ''}"] = VllmEngine(chosen.model, slots=slots, **settings, design=design)
+        if chosen.lora:
+            engines[APPLIED] = VllmEngine(chosen.model, slots=slots, **settings, lora_rank=chosen.lora)
     with tempfile.TemporaryDirectory() as folder:
-        directory = WeightStore(Path(folder), dtype).publish(1, untied(model))
-        for name, engine in engines.items():
+        whole = WeightStore(Path(folder), dtype).publish(1, untied(model))
+        updates = [(name, engine, whole) for name, engine in engines.items() if name != APPLIED]
+        if chosen.lora:
+            alone = adapters(chosen.model, chosen.lora, Path(folder))
+            updates.append(("transformers, merges adapters", engines["transformers "], alone))
+            if chosen.vllm:
+                updates += [("vllm, merges adapters", engines["vllm "], alone), (APPLIED, engines[APPLIED], alone)]
+        for name, engine, directory in updates:
             seconds = [update(engine, directory) for _ in range(chosen.updates)]
-            print(f"{chosen.dtype} update     {name:32} {min(seconds):.3f} to {max(seconds):.3f} s")
+            size = sum(path.stat().st_size for path in directory.iterdir()) / 1e6
+            print(f"{chosen.dtype} update     {name:32} {min(seconds):.3f} to {max(seconds):.3f} s of {size:.1f} MB")
     for name, engine in engines.items():
         yield name, lambda prompts, engine=engine: answer(engine, prompts)
     if chosen.vllm:
@@ -94,6 +108,13 @@ def contestants(
         model.generate(**padded, **length, do_sample=True, top_k=0)
 
     yield "transformers' generate", generate
+
+
+def adapters(checkpoint: Path, rank: int, folder: Path) -> Path:
+    """A version of adapters for every linear layer, as a learner publishes it."""
+    student = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    add_adapters(student, LoraConfig(rank=rank))
+    return WeightStore(folder, None, adapter_config(student)).publish(2, adapter_weights(student))
 
 
 def untied(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -37,6 +37,8 @@ SAVED = 2
 """Policy version of the checkpoint."""
 HELD = "held"
 """Where in a run's folder the weights are that were handed to engines."""
+ADAPTERS = "adapters"
+"""Where the adapters are that were published alone."""
 LORA = LoraConfig(rank=4, alpha=8.0)
 CONFIG = LearnerConfig(lr=3e-3, dtype="fp32", warmup_steps=2, weight_decay=0.1, clip=0.05, micro_batch_tokens=25)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -92,15 +94,21 @@ def train(learner: Learner, start: int, stop: int) -> list[dict[str, float]]:
 
 
 def publish(learner: Learner, folder: Path, version: int) -> None:
-    """As a run does by files, and again as one does that hands them to engines; its first version has a file too."""
+    """As a run does by files, and again as one does that hands them to engines; its first version has a file too.
+
+    And adapters alone, where there are any.
+    """
     if not learner.accelerator.is_main_process:
         take_part(learner.weights())
         take_part(learner.weights())
+        take_part(learner.adapters())
         return
     WeightStore(folder).publish(version, learner.weights())
     way = {"ranks": 1, "device": torch.device("cpu"), "needs_file": lambda _: False}
     with closing(TransferPublisher(WeightStore(folder / HELD), folder, PublishConfig(backend="gloo"), **way)) as held:
         held.publish(version, learner.weights())
+    if learner.config.lora.rank:
+        WeightStore(folder / ADAPTERS, None, learner.adapter_config()).publish(version, learner.adapters())
 
 
 def whole_run(folder: Path, accelerator: Accelerator, model: str, config: LearnerConfig) -> list[dict[str, float]]:

@@ -9,7 +9,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.learner.ranks import HELD, RUNS, SAVED, STEPS, open_accelerator, resumed_run, start_ranks, whole_run
+from tests.learner.ranks import (
+    ADAPTERS,
+    HELD,
+    RUNS,
+    SAVED,
+    STEPS,
+    open_accelerator,
+    resumed_run,
+    start_ranks,
+    whole_run,
+)
 
 EXACT = [name for name, (_, config) in RUNS.items() if config.dtype == "fp32"]
 TOLD = ("loss", "grad_norm", "tokens", "entropy")
@@ -27,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(run: Path) -> dict[str, Tensor]:
-    return load_file(run / "weights" / f"v{STEPS:08d}" / "model.safetensors")
+    (file,) = (run / "weights" / f"v{STEPS:08d}").glob("*.safetensors")
+    return load_file(file)
 
 
 def assert_same(run: Path, other: Path, atol: float) -> None:
@@ -54,6 +65,11 @@ def test_two_processes_end_with_the_weights_of_one(folder: Path, name: str) -> N
 @pytest.mark.parametrize("name", RUNS)
 def test_what_several_processes_hand_to_engines_is_what_they_write_to_the_file(folder: Path, name: str) -> None:
     assert_same(folder / name / HELD, folder / name, 0)
+
+
+def test_adapters_that_are_published_alone_are_those_of_one_process(folder: Path) -> None:
+    assert all(".lora_" in name for name in weights(folder / "fsdp2_lora" / ADAPTERS))
+    assert_same(folder / "fsdp2_lora" / ADAPTERS, folder / "alone" / "fsdp2_lora" / ADAPTERS, 1e-10)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -17,10 +17,11 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from asyncopd.errors import ConfigError
 from asyncopd.learner import optimizers, sharding, step
-from asyncopd.learner.adapters import LoraConfig, write_adapters
+from asyncopd.learner.adapters import LoraConfig
 from asyncopd.learner.step import Learner, LearnerConfig
 from asyncopd.learner.student import prepare_student
 from asyncopd.publish import WeightStore, materialised
+from asyncopd.publish.adapters import write_adapters
 from asyncopd.rollout.weights import load_weights_into
 from tests.conftest import EOS, HEAD_ROWS, make_tiny_llama, make_tiny_qwen3
 from tests.learner.ranks import CONFIG, LORA, MODELS, make_learner, open_accelerator, train
@@ -61,7 +62,7 @@ def test_adapters_are_all_that_is_trained_and_peft_loads_them(tmp_path: Path) ->
     names = {name for name, parameter in learner.student.named_parameters() if parameter.requires_grad}
     assert names
     assert all(".lora_" in name for name in names)
-    write_adapters(learner.student, learner.adapters(), tmp_path)
+    write_adapters(tmp_path, learner.adapters(), learner.adapter_config())
     loaded = PeftModel.from_pretrained(MODELS["tied"]().double(), tmp_path, autocast_adapter_dtype=False)
     torch.testing.assert_close(logits(loaded), logits(learner.student), atol=1e-12, rtol=1e-12)
 

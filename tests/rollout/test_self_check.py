@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncopd import pipeline, workers
 from asyncopd.config import RunConfig
 from asyncopd.errors import RequestRefusedError, WeightsMismatchError, WorkerDiedError
+from asyncopd.learner.adapters import LoraConfig
 from asyncopd.learner.step import Learner
 from asyncopd.pipeline import run
 from asyncopd.publish.probe import TOKENS, ProbeText
@@ -80,12 +81,16 @@ def test_half_an_update_is_found_at_the_first_version_that_moved_the_weights(
     assert len(loads) == 3
 
 
-def test_a_probe_is_of_the_weights_as_they_are_published_and_leaves_them_as_they_are() -> None:
-    learner = ranks.make_learner(ranks.open_accelerator(ranks.CONFIG), "tied", ranks.CONFIG)
+@pytest.mark.parametrize("lora", [LoraConfig(), ranks.LORA], ids=["weights", "adapters applied"])
+def test_a_probe_is_of_the_weights_as_they_are_published_and_leaves_them_as_they_are(lora: LoraConfig) -> None:
+    config = replace(ranks.CONFIG, lora=lora)
+    learner = ranks.make_learner(ranks.open_accelerator(config), "tied", config)
     ranks.train(learner, 0, 2)
     before = {name: tensor.clone() for name, tensor in learner.student.state_dict().items()}
     ids = tuple(range(10, 34))
-    found = learner.published_logprobs(ids, torch.bfloat16)
+    if lora.rank:
+        assert learner.published_logprobs(ids, torch.bfloat16, merged=True) is None
+    found = learner.published_logprobs(ids, torch.bfloat16, merged=False)
     exact = learner.published_logprobs(ids, torch.float32)
     published = copy.deepcopy(learner.student)
     for parameter in published.parameters():

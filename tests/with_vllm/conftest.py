@@ -10,6 +10,7 @@ from asyncopd.rollout.sampling import SamplingConfig
 from asyncopd.rollout.transformers_engine import TransformersEngine
 from asyncopd.rollout.vllm_config import VllmEngineConfig
 from tests.conftest import EOS, VOCABULARY
+from tests.publish.test_adapters import adapted, published
 from tests.with_vllm.models import save
 
 KV_CACHE_GB = 0.05
@@ -50,24 +51,37 @@ _started: dict[tuple[object, ...], Pair] = {}
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    """Engines by model kind, sampling, design and vLLM options; version 0 is model A."""
+    """Engines by model kind, sampling, design and vLLM options; version 0 is model A.
+
+    With ``adapters``, which is how vLLM takes them, A and B are adapters of it.
+    """
     folder = tmp_path_factory.mktemp("vllm-models")
 
     def get(
-        kind: str, *, prefix_caching: bool = True, slots: int = 6, transfers: bool = False, **settings: object
+        kind: str,
+        *,
+        prefix_caching: bool = True,
+        slots: int = 6,
+        transfers: bool = False,
+        adapters: str = "",
+        **settings: object,
     ) -> Pair:
-        key = (kind, prefix_caching, slots, transfers, *sorted((name, str(value)) for name, value in settings.items()))
+        options = sorted((name, str(value)) for name, value in settings.items())
+        key = (kind, prefix_caching, slots, transfers, adapters, *options)
         if key not in _started:
             from asyncopd.rollout.vllm_engine import VllmEngine
 
-            a, b = (save(kind, seed, folder) for seed in (0, 9))
+            a, b = versions = [save(kind, seed, folder) for seed in (0, 9)]
+            if adapters:
+                versions = [published(adapted(a, seed), folder / "adapters" / kind, seed) for seed in (1, 2)]
             common = {
                 "vocabulary": VOCABULARY, "eos_token_ids": (EOS,), "run_seed": 5, "version": 0,
                 "sampling": SamplingConfig(max_new_tokens=20), **settings,
             }  # fmt: skip
             config = VllmEngineConfig(kv_cache_gb=KV_CACHE_GB, prefix_caching=prefix_caching)
-            engine = VllmEngine(a, slots=slots, config=config, transfers=transfers, **common)
-            _started[key] = Pair(engine, lambda: TransformersEngine(a, **common), a, b)
+            rank = 4 if adapters == "apply" else 0
+            engine = VllmEngine(a, slots=slots, config=config, transfers=transfers, lora_rank=rank, **common)
+            _started[key] = Pair(engine, lambda: TransformersEngine(a, **common), *versions)
         return _started[key]
 
     return get

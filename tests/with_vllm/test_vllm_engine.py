@@ -1,7 +1,9 @@
 """The vLLM engine against the transformers engine: the same tokens, logprobs and candidates, whatever happens."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from asyncopd.errors import CheckpointError, ConfigError, RequestRefusedError, RolloutError
 from asyncopd.rollout.engine import RolloutEngine
 from asyncopd.rollout.sampling import SamplingConfig
-from asyncopd.rollout.vllm_config import VllmEngineConfig
+from asyncopd.rollout.vllm_config import LORA_RANKS, VllmEngineConfig
 from asyncopd.types import Rollout, RolloutRequest
 from tests.conftest import EOS, VOCABULARY
 from tests.with_vllm.conftest import Pair
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.vllm
 # Longer than a block of vLLM's cache (16 tokens), so that a shared beginning is really taken from it.
 BEGINNING = tuple(range(20, 60))
 PROMPTS = [(7, 8, 9), (*BEGINNING, 1), (*BEGINNING, 2), (90,), (14, 13, 12, 11, 10)]
+APPLIED, MERGED = {"adapters": "apply"}, {"adapters": "merge"}
 GREEDY = SamplingConfig(max_new_tokens=20, temperature=1e-4)
 Pairs = Callable[..., Pair]
 
@@ -66,12 +69,18 @@ def assert_same(ours: dict[str, Rollout], theirs: dict[str, Rollout]) -> None:
             torch.testing.assert_close(got.candidates.log_w_TC, expected.candidates.log_w_TC, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *product(KINDS, [{"prefix_caching": True}, {"prefix_caching": False}]),
+        *product(["tied-llama", "untied-qwen3"], [APPLIED, MERGED]),
+    ],
+    ids=str,
+)
 def test_greedy_answers_equal_those_of_transformers_before_and_after_swaps(
-    pair: Pairs, kind: str, prefix_caching: bool
+    pair: Pairs, kind: str, options: dict[str, object]
 ) -> None:
-    engines = pair(kind, sampling=GREEDY, prefix_caching=prefix_caching)
+    engines = pair(kind, sampling=GREEDY, **options)
     ours, theirs = engines.vllm, engines.transformers()
     found = []
     for version, directory in enumerate((engines.a, engines.b, engines.a), start=1):
@@ -123,10 +132,12 @@ def test_rows_that_come_go_and_are_abandoned_leave_the_others_as_they_are(pair: 
     assert_same(done | drain(ours), expected)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_an_answer_in_flight_across_a_swap_goes_on_under_the_new_weights(pair: Pairs, prefix_caching: bool) -> None:
+@pytest.mark.parametrize("options", [{"prefix_caching": True}, {"prefix_caching": False}, APPLIED, MERGED], ids=str)
+def test_an_answer_in_flight_across_a_swap_goes_on_under_the_new_weights(
+    pair: Pairs, options: dict[str, object]
+) -> None:
     sampling = SamplingConfig(max_new_tokens=20, min_new_tokens=20)
-    engines = pair("tied-llama", sampling=sampling, prefix_caching=prefix_caching)
+    engines = pair("tied-llama", sampling=sampling, **options)
     ours, theirs = engines.vllm, engines.transformers()
     for engine in (ours, theirs):
         engine.load_weights(engines.a, 3)
@@ -141,10 +152,13 @@ def test_an_answer_in_flight_across_a_swap_goes_on_under_the_new_weights(pair: P
     assert done["late1"].versions_T.tolist() == [8] * 20
 
 
+@pytest.mark.parametrize("options", [{}, APPLIED], ids=str)
 @pytest.mark.parametrize("keep_tokens", [True, False])
-def test_restarted_answers_leave_nothing_of_the_old_weights_behind(pair: Pairs, keep_tokens: bool) -> None:
+def test_restarted_answers_leave_nothing_of_the_old_weights_behind(
+    pair: Pairs, keep_tokens: bool, options: dict[str, object]
+) -> None:
     sampling = SamplingConfig(max_new_tokens=20, min_new_tokens=20)
-    engines = pair("tied-llama", sampling=sampling)
+    engines = pair("tied-llama", sampling=sampling, **options)
     ours, theirs = engines.vllm, engines.transformers()
     for engine in (ours, theirs):
         engine.load_weights(engines.a, 3)
@@ -240,6 +254,39 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_changed(pair: Pa
         ours.load_weights(tmp_path, 5)
     assert ours.policy_version == 4
     assert_same(generate(ours, requests(1)), before)
+
+
+@pytest.mark.parametrize("options", [APPLIED, MERGED], ids=str)
+def test_adapters_that_cannot_be_taken_are_refused_and_those_that_it_has_stay(
+    pair: Pairs, tmp_path: Path, options: dict[str, object]
+) -> None:
+    engines = pair("tied-llama", sampling=SamplingConfig(max_new_tokens=20, min_new_tokens=20), **options)
+    ours = engines.vllm
+    ours.load_weights(engines.a, 4)
+    before = generate(ours, requests(1))
+    whole = load_file(engines.b / "adapter_model.safetensors")
+    config = (engines.b / "adapter_config.json").read_text()
+    name = next(name for name in whole if name.endswith("o_proj.lora_B.weight"))
+    wrong = [("which the model has as", config, {**whole, name: torch.zeros(3, 4)})]
+    if options == APPLIED:
+        message = r"cannot apply .*is greater than max_lora_rank.*rollout\.vllm\.adapters to merge"
+        wrong.append((message, config.replace('"r": 4', '"r": 9'), whole))
+    for message, text, tensors in wrong:
+        (tmp_path / "adapter_config.json").write_text(text)
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            ours.load_weights(tmp_path, 5)
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match="published whole"):
+        ours.load_weights(tmp_path, 5)
+    assert ours.policy_version == 4
+    assert_same(generate(ours, requests(1)), before)
+
+
+def test_vllm_makes_room_for_the_ranks_that_a_run_may_ask_for() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == LORA_RANKS
 
 
 def test_too_little_memory_is_an_error_that_names_the_options(tmp_path: Path) -> None:

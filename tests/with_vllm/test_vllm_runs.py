@@ -10,6 +10,7 @@ import pytest
 from asyncopd.config import RunConfig
 from asyncopd.errors import ConfigError, WeightsMismatchError
 from asyncopd.interface import Callbacks
+from asyncopd.learner.adapters import LoraConfig
 from asyncopd.pipeline import run
 from asyncopd.publish.config import PublishConfig
 from asyncopd.queue.ledger import Ledger
@@ -27,9 +28,9 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
     """A tiny run with vLLM; the student's head is tied to its embedding."""
     teacher, student = save("untied-llama", 1, tmp_path), save("tied-llama", 0, tmp_path)
 
-    def make(**rollout: object) -> RunConfig:
+    def make(adapters: str = "auto", **rollout: object) -> RunConfig:
         tiny = tiny_config(tmp_path, teacher, student, mode="async")
-        options = VllmEngineConfig(kv_cache_gb=KV_CACHE_GB)
+        options = VllmEngineConfig(kv_cache_gb=KV_CACHE_GB, adapters=adapters)
         return replace(tiny, rollout=replace(tiny.rollout, engine="vllm", vllm=options, **rollout))
 
     return make
@@ -44,11 +45,16 @@ def kill_rollout_worker() -> None:
     found.kill()
 
 
-@pytest.mark.parametrize(("weights", "kills"), [("keep", 1), ("abort", 0)])
+@pytest.mark.parametrize(
+    ("weights", "kills", "rank", "way"),
+    [("keep", 1, 0, "auto"), ("abort", 0, 0, "auto"), ("keep", 1, 4, "apply"), ("keep", 0, 4, "merge")],
+    ids=["keep", "abort", "applied", "merged"],
+)
 def test_an_asynchronous_run_keeps_its_staleness_bound_though_its_engine_is_killed(
-    config: Callable[..., RunConfig], weights: str, kills: int
+    config: Callable[..., RunConfig], weights: str, kills: int, rank: int, way: str
 ) -> None:
-    asked = config(weights=weights)
+    asked = config(way, weights=weights)
+    asked = replace(asked, learner=replace(asked.learner, lora=LoraConfig(rank=rank)))
     callbacks = Callbacks(on_step=lambda version, _: kill_rollout_worker() if version == 2 and kills else None)
     result = run(asked, callbacks=callbacks)
     assert result.policy_version == asked.steps
@@ -57,6 +63,20 @@ def test_an_asynchronous_run_keeps_its_staleness_bound_though_its_engine_is_kill
         counts = ledger.counts()
         assert (counts.trained, counts.dropped) == (asked.steps * asked.queue.batch_size, 0)
         assert max(step.max for step in ledger.staleness().steps) <= asked.max_staleness
+    names = {path.name for path in result.path.glob("weights/v*/*.safetensors")}
+    assert names == {"adapter_model.safetensors" if rank else "model.safetensors"}
+
+
+def test_adapters_that_do_not_arrive_stop_the_run(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncopd.rollout.vllm_engine import VllmEngine
+
+    monkeypatch.setattr("asyncopd.pipeline.Supervisor", ThreadedWorkers)
+    monkeypatch.setattr(VllmEngine, "_load_adapters", lambda engine, directory: None)
+    asked = config("apply")
+    with pytest.raises(WeightsMismatchError, match="nats on average"):
+        run(replace(asked, learner=replace(asked.learner, lr=0.1, lora=LoraConfig(rank=4))))
 
 
 @pytest.mark.parametrize("backend", ["file", "gloo"])

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncopd.errors import ConfigError
+from asyncopd.learner.adapters import LoraConfig
 from asyncopd.pipeline import run
 from asyncopd.queue.ledger import Ledger
 from asyncopd.rollout.sampling import SamplingConfig, sampling_logprobs
@@ -142,14 +143,16 @@ def test_a_server_that_is_not_there_is_named(models: tuple[Path, Path]) -> None:
         engine(models[0], "http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["weights", "adapters"])
 def test_a_run_rolls_out_on_a_server_with_candidates_from_a_proposal_pass(
-    models: tuple[Path, Path], url: str, tmp_path: Path
+    models: tuple[Path, Path], url: str, tmp_path: Path, rank: int
 ) -> None:
     tiny = tiny_config(tmp_path, models[1], models[0], mode="async")
     config = replace(
         tiny,
         rollout=replace(tiny.rollout, engine="vllm_server", vllm=VllmEngineConfig(urls=(url,))),
         teacher=replace(tiny.teacher, proposal="pass"),
+        learner=replace(tiny.learner, lora=LoraConfig(rank=rank)),
     )
     result = run(config)
     assert result.policy_version == config.steps
