@@ -34,7 +34,7 @@ from asyncopd.preflight import Preflight, preflight, save_inputs
 from asyncopd.prompts import save_prompts
 from asyncopd.publish import WeightStore, take_part
 from asyncopd.publish.probe import ProbeText
-from asyncopd.publishing import Published, open_publisher
+from asyncopd.publishing import Published, check_base, open_publisher
 from asyncopd.queue.doorbell import Doorbell, ring
 from asyncopd.queue.ledger import Ledger
 from asyncopd.queue.plan import LedgerPlan
@@ -126,6 +126,8 @@ class _Run:
         checks = self._check()
         start = self._start_version(resume_version)
         learner = load_learner(config, checks, self.accelerator)
+        if self.published.adapters:
+            check_base(config, learner)
         if learner.sharded and self.callbacks.evaluate is not None:
             raise ConfigError(
                 "callbacks.evaluate reads the whole student, which learner.sharding fsdp2 spreads over the processes; "

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from asyncopd.config import RunConfig
-from asyncopd.errors import ConfigError
+from asyncopd.errors import CheckpointError, ConfigError
 from asyncopd.learner.step import DTYPES, Learner
 from asyncopd.publish import WeightPublisher, Weights, WeightStore
+from asyncopd.publish.adapters import adapted_layers
 from asyncopd.publish.transfer_publisher import TransferPublisher
 from asyncopd.rollout.mixed_engine import TeacherFraction
 from asyncopd.rollout.vllm_config import LORA_RANKS
+from asyncopd.rollout.weights import stored_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +34,11 @@ class Published:
     @classmethod
     def of(cls, config: RunConfig, gpus: bool) -> "Published":
         """As a run's configuration says; ``gpus``: whether there are any here."""
+        rollout, adapters = config.rollout, config.publishes_adapters
         return cls(
-            adapters=config.publishes_adapters,
-            applied=config.publishes_adapters and config.rollout.engine == "vllm" and config.rollout.vllm.applies(gpus),
-            dtype=None if config.publishes_adapters else DTYPES[config.rollout.dtype],
+            adapters=adapters,
+            applied=adapters and rollout.engine == "vllm" and rollout.vllm.applies(rollout.dtype, gpus),
+            dtype=None if adapters else DTYPES[rollout.dtype],
         )
 
     def weights(self, learner: Learner) -> Weights:
@@ -46,11 +49,8 @@ class Published:
 def check_publishing(config: RunConfig, gpus: bool) -> None:
     """ConfigError where the engines cannot be reached by ``publish.backend``; ``gpus``: whether there are any here."""
     publish, rollout = config.publish, config.rollout
-    if Published.of(config, gpus).applied and config.learner.lora.rank > LORA_RANKS[-1]:
-        raise ConfigError(
-            f"learner.lora.rank is {config.learner.lora.rank}, and vLLM applies adapters of rank {LORA_RANKS[-1]} at "
-            "most; set rollout.vllm.adapters to merge, or lower the rank"
-        )
+    if Published.of(config, gpus).applied:
+        _check_applied(config.learner.lora.rank, rollout.dtype, gpus)
     if publish.backend == "file":
         return
     if rollout.engine != "vllm":
@@ -81,6 +81,33 @@ def check_publishing(config: RunConfig, gpus: bool) -> None:
         raise ConfigError(
             f"publish.file_every is {publish.file_every} and teacher.proposal pass, which reads the file of the newest "
             "version; set publish.file_every to 1, or teacher.proposal to rollout"
+        )
+
+
+def _check_applied(rank: int, dtype: str, gpus: bool) -> None:
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"learner.lora.rank is {rank}, and vLLM applies adapters of rank {LORA_RANKS[-1]} at most; set "
+            "rollout.vllm.adapters to merge, or lower the rank"
+        )
+    if gpus and dtype != "bf16":
+        raise ConfigError(
+            f"rollout.vllm.adapters is apply and rollout.dtype {dtype}, in which vLLM applies none on GPUs; set "
+            "rollout.vllm.adapters to merge, or rollout.dtype to bf16"
+        )
+
+
+def check_base(config: RunConfig, learner: Learner) -> None:
+    """ConfigError where readers of adapters would not find the weights that these belong to; on every rank alike."""
+    try:
+        stored = stored_shapes(config.student)
+    except CheckpointError:
+        stored = {}
+    if missing := [layer for layer in adapted_layers(learner.adapters()) if f"{layer}.weight" not in stored]:
+        raise ConfigError(
+            f"the student has an adapter for {missing[0]}, and no safetensors file in {config.student} has a weight of "
+            "that name; set publish.adapters to false, so that whole weights are published, or save the student again "
+            "with save_pretrained"
         )
 
 

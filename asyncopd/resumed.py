@@ -14,6 +14,8 @@ WHERE_IT_RUNS = (
     "checkpoint.",
     "queue.lease_s",
     "publish.deadline_s",
+    "publish.adapters",
+    "rollout.vllm.adapters",
     "learner.threads",
     *(f"rollout.{name}" for name in ("workers", "threads", "devices")),
     *(f"teacher.{name}" for name in ("threads", "devices", "device_map", "urls", "deadline_s", "cache_gb")),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from asyncopd.errors import ConfigError
 from asyncopd.publish import LazyWeight, Weights
-from asyncopd.publish.adapters import CONFIG_NAME
+from asyncopd.publish.adapters import CONFIG_NAME, PREFIX
 from asyncopd.publish.stream import lazily, whole
 
 _ADAPTER = "default"
@@ -57,7 +57,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters into ``model``, in place; nothing else of it is trained. They begin as the identity."""
     peft = import_module("peft")
     model.requires_grad_(False)
-    head = model.get_output_embeddings()
+    head, source = model.get_output_embeddings(), Path(model.name_or_path)
     targets = ALL_LINEAR if config.targets == ALL_LINEAR else [name.strip() for name in config.targets.split(",")]
     spec = peft.LoraConfig(
         r=config.rank,
@@ -65,7 +65,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         lora_dropout=config.dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(model.name_or_path).absolute()),
+        # Whole, because others read the adapters in folders of their own.
+        base_model_name_or_path=str(source.absolute()) if source.is_dir() else str(source),
     )
     try:
         peft.inject_adapter_in_model(spec, model, adapter_name=_ADAPTER)
@@ -105,7 +106,7 @@ def adapter_weights(model: PreTrainedModel) -> Weights:
     """The adapters alone, under peft's names; empty without adapters."""
     layers = _adapted(model)
     return {
-        f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": lazily(tensor)
+        f"{PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": lazily(tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
         if _inside_adapter(name, layers)
     }

@@ -60,7 +60,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ProbeText:
-    """What a run is probed with: token ids of a text, and the dtype that weights are published in."""
+    """What a run is probed with: token ids of a text, and the dtype that engines hold the weights in."""
 
     ids: tuple[int, ...]
     dtype: torch.dtype

@@ -53,7 +53,7 @@ class RolloutConfig:
     """With ``weights: abort``: answers in flight go on after the tokens they have (``continue``), or begin anew
     (``regenerate``)."""
     dtype: str = "bf16"
-    """Dtype of the engine and of the published weights, ``bf16`` or ``fp32``."""
+    """Dtype of the engine and of published whole weights, ``bf16`` or ``fp32``."""
     threads: int = 0
     """CPU threads a worker; 0 shares the cores with the other stages."""
     devices: str = ""

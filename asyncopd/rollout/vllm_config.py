@@ -24,9 +24,9 @@ class VllmEngineConfig:
     prefix_caching: bool = True
     """Reuse the keys and values of a shared beginning, as between several answers to one prompt."""
     adapters: str = "auto"
-    """Adapters that are published alone (publish.adapters): ``apply`` them beside the weights, which takes them in
-    hundredths of a second, ``merge`` them into the weights, or ``auto``: apply on GPUs, merge on a CPU, where vLLM is
-    slow at applying them."""
+    """Adapters that are published alone (publish.adapters), in the workers: ``apply`` them beside the weights, which
+    takes them in hundredths of a second, ``merge`` them into the weights, or ``auto``: apply in bf16 on GPUs, and merge
+    on a CPU, where vLLM is slow at applying them, and in fp32, which it does not apply on GPUs."""
     eager: bool = False
     """No CUDA graphs: slower, and quicker to start. On a CPU always."""
     cores: str = ""
@@ -68,9 +68,9 @@ class VllmEngineConfig:
                 f"rollout.vllm.cores is {self.cores!r}; expected numbers and ranges, a group a worker, such as 0-3;4-7"
             ) from None
 
-    def applies(self, gpus: bool) -> bool:
-        """Whether adapters are applied, and not merged; ``gpus``: whether there are any here."""
-        return self.adapters == "apply" or (self.adapters == "auto" and gpus)
+    def applies(self, dtype: str, gpus: bool) -> bool:
+        """Whether adapters are applied by engines of ``rollout.dtype``; ``gpus``: whether there are any here."""
+        return self.adapters == "apply" or (self.adapters == "auto" and gpus and dtype == "bf16")
 
 
 def check_placement(config: VllmEngineConfig, workers: int, devices: str, gpus: bool, cores: set[int]) -> None:

@@ -191,10 +191,12 @@ class VllmEngine:
 
     def _load_adapters(self, directory: Path) -> None:
         check_adapters(directory, self._shapes)
-        named = {"lora_name": SETTINGS, "lora_int_id": 1, "lora_path": str(directory)}
+        if self._adapters is None and self._answers:
+            raise RolloutError(f"{len(self._answers)} answers were begun without adapters and would go on without them")
+        named = {"lora_name": SETTINGS, "lora_int_id": 1, "lora_path": str(directory.absolute())}
         try:
             self._llm.add_lora(LoRARequest(**named, load_inplace=True))
-        except (LoRAAdapterNotFoundError, ValueError) as error:
+        except (LoRAAdapterNotFoundError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"vLLM cannot apply the adapters in {directory}: {error}; set rollout.vllm.adapters to merge"
             ) from error
@@ -293,7 +295,8 @@ def _start(
     try:
         return LLMEngine.from_engine_args(arguments)
     except (ValueError, RuntimeError) as error:
+        merge = "; a model to which it applies no adapters takes rollout.vllm.adapters merge" if lora_rank else ""
         raise RolloutError(
             f"vLLM cannot run {model} (memory is rollout.vllm.kv_cache_gb on a CPU, rollout.vllm.memory_fraction on "
-            f"GPUs; less is needed with a smaller rollout.vllm.max_context): {error}"
+            f"GPUs; less is needed with a smaller rollout.vllm.max_context{merge}): {error}"
         ) from error

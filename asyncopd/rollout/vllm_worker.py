@@ -112,6 +112,7 @@ def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[
 class WorkerExtension:
     """Methods of vLLM's worker that the engine calls by ``collective_rpc``."""
 
+    model_config: Any
     model_runner: Any
     reload_weights: Any
     start_weight_update: Any
@@ -124,7 +125,9 @@ class WorkerExtension:
 
     def load_published(self, directory: str) -> None:
         """Take the weights of a published version, which must fit the model."""
-        self.reload_weights(weights_iterator=published_weights(Path(directory)))
+        # What cannot be read is found before vLLM begins, which empties the model first.
+        weights = published_weights(Path(directory), Path(self.model_config.model))
+        self.reload_weights(weights_iterator=weights)
         self._repack_heads()
 
     def receive_published(self, update: dict[str, object]) -> None:

@@ -1,6 +1,7 @@
 """Published weights into a live model, in place."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,13 +21,16 @@ def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
 
     All of the model's tensors must be in ``directory/model.safetensors`` and nothing else may be, so a half-written or
     foreign checkpoint cannot be mistaken for an update. Tied tensors may come under any or all of their names, with one
-    value. Of adapters alone, the weights that they belong to are written, and the others left as they are.
+    value. Of adapters alone, which belong to the checkpoint that the model was loaded from, the weights that have one
+    are written, and the others left as they are.
     CheckpointError otherwise, before anything is copied.
     """
     own = model.state_dict(keep_vars=True)
     if holds_adapters(directory):
         check_adapters(directory, {name: list(tensor.shape) for name, tensor in own.items()})
-        update: Iterable[tuple[str, torch.Tensor]] = merged_weights_of(directory, model.device)
+        update: Iterable[tuple[str, torch.Tensor]] = merged_weights_of(
+            directory, Path(model.name_or_path), model.device
+        )
     else:
         update = _whole_update(Path(directory) / FILE_NAME, model, own).items()
     for name, tensor in update:
@@ -53,12 +57,15 @@ def _whole_update(path: Path, model: PreTrainedModel, own: dict[str, torch.Tenso
     return update
 
 
-def published_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of all weights of a published version, adapters merged; one at a time."""
-    if holds_adapters(directory):
-        yield from merged_weights_of(directory, others=True)
-    else:
-        yield from load_file(Path(directory) / FILE_NAME).items()
+def published_weights(directory: Path, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights of a published version, adapters merged; what cannot be read is found now.
+
+    checkpoint   the folder that the model was loaded from, which adapters belong to
+    """
+    if not holds_adapters(directory):
+        return iter(load_file(Path(directory) / FILE_NAME).items())
+    merged = merged_weights_of(directory, checkpoint, others=True)
+    return chain([next(merged)], merged)
 
 
 def stored_shapes(directory: Path) -> dict[str, list[int]]:

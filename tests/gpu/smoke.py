@@ -4,7 +4,8 @@
 
 The checks are those of ``tests/with_vllm``: greedy text and logprobs before and after swaps A -> B -> A, tied and
 untied; candidates; an answer in flight across a swap. Weights come by published files, and again from memory over gloo
-and, where there is a second GPU to send from, over NCCL, which must come to the same bits.
+and, where there is a second GPU to send from, over NCCL, which must come to the same bits; and as adapters that vLLM
+applies in bf16.
 """
 
 import importlib.util
@@ -28,6 +29,10 @@ from tests.conftest import EOS, VOCABULARY
 
 TOLERANCE = 1e-3
 """Nats; kernels on GPUs add up in other orders than on a CPU."""
+BF16_TOLERANCE = 0.1
+"""Nats, on average; what is merged is rounded once more."""
+_ALIVE: list[object] = []
+"""All engines: the first that goes takes vLLM's process groups with it."""
 PROMPTS = ((7, 8, 9), (200, 31), tuple(range(20, 60)), (90,))
 
 
@@ -49,6 +54,7 @@ def main() -> int:
                 transfers(engine, kind, Path(folder), "nccl", torch.device("cuda:1"))
             else:
                 print("nccl: not tried, it needs a second GPU", file=sys.stderr)
+            adapters(kind, Path(folder))
             print(f"{kind}: well, {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
@@ -67,10 +73,11 @@ def swaps(kind: str, folder: Path, device: str = "cuda") -> object:
     ours = VllmEngine(
         a,
         slots=4,
-        config=VllmEngineConfig(memory_fraction=0.3, kv_cache_gb=0.05, eager=True),
+        config=VllmEngineConfig(memory_fraction=0.15, kv_cache_gb=0.05, eager=True),
         transfers=True,
         **settings,
     )
+    _ALIVE.append(ours)
     theirs = TransformersEngine(a, device=device, **settings)
     for version, directory in enumerate((a, b, a), start=1):
         began = time.monotonic()
@@ -110,6 +117,39 @@ def transfers(engine: object, kind: str, folder: Path, backend: str, device: tor
             print(f"{kind}: version {version} taken over {backend} in {time.monotonic() - began:.3f} s")
             assert engine.policy_version == version
             torch.testing.assert_close(engine.logprobs(text), by_file, atol=1e-6, rtol=0)
+
+
+def adapters(kind: str, folder: Path, device: str = "cuda") -> None:
+    """Adapters beside the weights against the same merged, both in bf16: A, B, A, and an answer in flight."""
+    from asyncopd.rollout.vllm_config import VllmEngineConfig
+    from asyncopd.rollout.vllm_engine import VllmEngine
+    from tests.publish.test_adapters import adapted, published
+    from tests.with_vllm.models import save
+
+    base, text = save(kind, 0, folder), range(10, 40)
+    a, b = (published(adapted(base, seed), folder / f"{kind}-adapters", seed) for seed in (1, 2))
+    settings = {
+        "vocabulary": VOCABULARY, "eos_token_ids": (EOS,), "run_seed": 5, "sampling": SamplingConfig(max_new_tokens=20),
+        "dtype": torch.bfloat16, "version": 0,
+    }  # fmt: skip
+    options = VllmEngineConfig(memory_fraction=0.15, kv_cache_gb=0.05, eager=True)
+    ours = VllmEngine(base, slots=4, config=options, lora_rank=4, **settings)
+    _ALIVE.append(ours)
+    theirs = TransformersEngine(base, device=device, **settings)
+    found = [ours.logprobs(text)]
+    for version, directory in enumerate((a, b, a), start=1):
+        began = time.monotonic()
+        ours.load_weights(directory, version)
+        print(f"{kind}: adapters of version {version} taken in {time.monotonic() - began:.3f} s")
+        theirs.load_weights(directory, version)
+        found.append(ours.logprobs(text))
+        assert (found[-1] - theirs.logprobs(text)).abs().mean() < BF16_TOLERANCE
+        assert (found[-1] - found[-2]).abs().mean() > 5 * BF16_TOLERANCE
+    torch.testing.assert_close(found[3], found[1], atol=1e-6, rtol=0)
+    submit(ours)
+    ours.step()
+    ours.load_weights(b, 9)
+    assert all({3, 9} >= set(rollout.versions_T.tolist()) for rollout in drain(ours).values())
 
 
 def submit(engine: object) -> None:

@@ -1,6 +1,5 @@
 """A version that is adapters alone: whoever reads it has the student that the learner trains."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from asyncopd.publish import WeightStore, materialised
 from asyncopd.publish.config import PublishConfig
 from asyncopd.publishing import Published, check_publishing
 from asyncopd.rollout.vllm_config import LORA_RANKS, VllmEngineConfig
-from asyncopd.rollout.weights import load_weights_into
+from asyncopd.rollout.weights import load_weights_into, published_weights
 from tests.conftest import VOCABULARY, make_tiny_llama, make_tiny_qwen3, save_checkpoint
 from tests.tiny_run import ThreadedWorkers, final_weights, tiny_config
 
@@ -62,7 +61,9 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def test_an_engine_that_reads_them_holds_the_merged_weights_to_the_last_bit(
     tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
-    checkpoint = save_checkpoint(MODELS[kind](), tmp_path / kind)
+    checkpoint = tmp_path / kind
+    MODELS[kind]().save_pretrained(checkpoint, max_shard_size="20KB")
+    assert len(list(checkpoint.glob("*.safetensors"))) > 1
     engine = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     before = logits(engine)
     for version, seed in enumerate((1, 2, 1), start=1):
@@ -96,10 +97,14 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_is_changed(tmp_pat
         with pytest.raises(CheckpointError, match=message):
             load_weights_into(engine, directory)
     directory = published(learner, tmp_path, 2)
-    config = json.loads((directory / "adapter_config.json").read_text())
-    elsewhere = save_checkpoint(make_tiny_llama(1, layers=1), tmp_path / "elsewhere")
-    (directory / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(elsewhere)}))
-    with pytest.raises(CheckpointError, match=r"no safetensors file in .*elsewhere has that weight: set publish\.adap"):
+    one_layer = save_checkpoint(make_tiny_qwen3(1, layers=1), tmp_path / "one_layer")
+    with pytest.raises(CheckpointError, match=r"no safetensors file in .*one_layer has that weight: set publish\.adap"):
+        published_weights(directory, one_layer)
+    engine.name_or_path = "moved"
+    (directory / "adapter_config.json").write_text(
+        adapter_config(learner).replace(str(checkpoint), str(tmp_path / "one_layer"))
+    )
+    with pytest.raises(CheckpointError, match=r"no safetensors file in .*one_layer has that weight"):
         load_weights_into(engine, directory)
     (directory / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot read"):
@@ -118,7 +123,10 @@ def test_a_run_that_publishes_adapters_ends_as_one_that_publishes_whole_weights(
         config = tiny_config(tmp_path, teacher, student, evaluation=EvaluationConfig(prompts=4, every=3))
         learner = replace(config.learner, lora=LoraConfig(rank=4))
         name = "adapters" if adapters else "whole"
-        result = run(replace(config, name=name, learner=learner, publish=PublishConfig(adapters=adapters)))
+        asked = replace(config, name=name, learner=learner, publish=PublishConfig(adapters=adapters))
+        run(asked)
+        # The last steps again, from a checkpoint.
+        result = run(asked, resume=True, resume_version=4)
         (newest,) = {path.parent for path in result.path.glob(f"weights/v{config.steps:08d}/*.safetensors")}
         assert sorted(path.name for path in newest.iterdir() if path.suffix == ".safetensors") == [
             "adapter_model.safetensors" if adapters else "model.safetensors"
@@ -139,13 +147,19 @@ def test_what_a_version_is_follows_from_the_way_it_goes(tmp_path: Path) -> None:
     lora = replace(config.learner, lora=LoraConfig(rank=4))
 
     def told(
-        engine: str, way: str = "auto", gpus: bool = True, learner: object = lora, **publish: object
+        engine: str,
+        way: str = "auto",
+        gpus: bool = True,
+        learner: object = lora,
+        dtype: str = "bf16",
+        **publish: object,
     ) -> tuple[bool, bool, torch.dtype | None]:
-        rollout = replace(config.rollout, engine=engine, dtype="bf16", vllm=VllmEngineConfig(adapters=way))
+        rollout = replace(config.rollout, engine=engine, dtype=dtype, vllm=VllmEngineConfig(adapters=way))
         asked = replace(config, learner=learner, publish=PublishConfig(**publish), rollout=rollout)
         is_ = Published.of(asked, gpus)
         return is_.adapters, is_.applied, is_.dtype
 
+    assert told("vllm", dtype="fp32") == (True, False, None)
     whole, merged, applied = (False, False, torch.bfloat16), (True, False, None), (True, True, None)
     assert told("vllm") == told("vllm", "apply", gpus=False) == applied
     assert told("vllm", gpus=False) == told("vllm", "merge") == merged
@@ -154,14 +168,36 @@ def test_what_a_version_is_follows_from_the_way_it_goes(tmp_path: Path) -> None:
     assert told("transformers", learner=config.learner) == told("vllm", learner=config.learner) == whole
 
 
-def test_a_rank_that_vllm_has_no_room_for_is_refused(tmp_path: Path) -> None:
+def test_adapters_that_vllm_would_not_apply_are_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, tmp_path, tmp_path)
-    rank = LORA_RANKS[-1] + 1
-    asked = replace(
-        config,
-        learner=replace(config.learner, lora=LoraConfig(rank=rank)),
-        rollout=replace(config.rollout, engine="vllm"),
-    )
-    with pytest.raises(ConfigError, match=rf"learner\.lora\.rank is {rank}.*set rollout\.vllm\.adapters to merge"):
-        check_publishing(asked, gpus=True)
-    check_publishing(asked, gpus=False)
+
+    def check(rank: int, way: str, dtype: str, gpus: bool) -> None:
+        rollout = replace(config.rollout, engine="vllm", dtype=dtype, vllm=VllmEngineConfig(adapters=way))
+        learner = replace(config.learner, lora=LoraConfig(rank=rank))
+        check_publishing(replace(config, learner=learner, rollout=rollout), gpus=gpus)
+
+    most = LORA_RANKS[-1]
+    with pytest.raises(ConfigError, match=rf"learner\.lora\.rank is {most + 1}.*rollout\.vllm\.adapters to merge"):
+        check(most + 1, "auto", "bf16", gpus=True)
+    with pytest.raises(ConfigError, match="rollout.dtype fp32, in which vLLM applies none on GPUs"):
+        check(most, "apply", "fp32", gpus=True)
+    check(most + 1, "auto", "bf16", gpus=False)
+    check(most, "apply", "fp32", gpus=False)
+    check(most, "auto", "bf16", gpus=True)
+
+
+def test_a_student_whose_weights_readers_would_not_find_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "Supervisor", ThreadedWorkers)
+    teacher = save_checkpoint(make_tiny_llama(0), tmp_path / "teacher")
+    student = save_checkpoint(make_tiny_llama(1, layers=2), tmp_path / "student")
+    torch.save(load_file(student / "model.safetensors"), student / "pytorch_model.bin")
+    (student / "model.safetensors").unlink()
+    config = tiny_config(tmp_path, teacher, student, steps=1)
+    config = replace(config, learner=replace(config.learner, lora=LoraConfig(rank=4)))
+    with pytest.raises(
+        ConfigError, match="no safetensors file in .*student has a weight.*set publish.adapters to false"
+    ):
+        run(config)
+    assert run(replace(config, name="whole", publish=PublishConfig(adapters=False))).policy_version == 1

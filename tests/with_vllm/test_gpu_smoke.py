@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.smoke import swaps, transfers
+from tests.gpu.smoke import adapters, swaps, transfers
 
 pytestmark = pytest.mark.vllm
 
@@ -22,3 +22,4 @@ def test_without_a_gpu_the_smoke_test_ends_at_once_and_says_why() -> None:
 def test_the_checks_of_the_smoke_test_hold_on_a_cpu(tmp_path: Path) -> None:
     engine = swaps("tied-llama", tmp_path, device="cpu")
     transfers(engine, "tied-llama", tmp_path, "gloo", torch.device("cpu"))
+    adapters("tied-llama", tmp_path, device="cpu")
