@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,6 +185,7 @@ def test_a_learning_rate_that_an_optimizer_keeps_as_a_tensor_is_logged_as_the_nu
     assert [row["lr"] for row in metrics] == pytest.approx([row["lr"] for row in expected])
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.slow
 def test_eight_bit_moments_train_nearly_as_whole_ones() -> None:
     config = replace(CONFIG, dtype="bf16")
