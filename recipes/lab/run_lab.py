@@ -22,7 +22,7 @@ SMOLLM2 = ("smollm2", "smollm2_throughput")
 SMOKE = {
     "past": ["mode=sync"],
     "directions": ["mode=sync"],
-    "corrections": ["mode=lagged:4"],
+    "corrections": ["mode=lagged:1"],
     "throughput": ["way=sync"],
 }
 """What the smoke form runs of some sweeps."""
